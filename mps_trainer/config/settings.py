@@ -1,0 +1,158 @@
+"""Every setting, once: the `args` of the operator in Trinity's own YAML.
+
+The operator gets them as keyword arguments from Trinity; the launcher reads the same block from the same file.
+Both build one `Settings`, so a typo dies before anything starts. Sizes and durations carry their unit in the
+value ("8GiB", "50ms").
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from mps_trainer.config.units import parse_duration, parse_size
+from mps_trainer.errors import ConfigError
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+
+
+def _yaml_bool_to_word(value: object) -> object:
+    # YAML 1.1, which Trinity's loader speaks, reads a bare on or off as a boolean.
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+MpsMode = Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_bool_to_word)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class FilterSettings(_Section):
+    """Which experiences `use: filter` drops. A high score means: drop me."""
+
+    drop: Literal["quantile", "threshold"] = Field(
+        "quantile", description="quantile: the highest-scored share of a batch; threshold: scores above value"
+    )
+    value: float = Field(0.1, ge=0, description="the share to drop (quantile), or the limit (threshold)")
+    keep_at_least: int = Field(1, ge=0, description="never leave fewer experiences than this in a batch")
+
+    @model_validator(mode="after")
+    def _quantile_is_a_share(self) -> FilterSettings:
+        if self.drop == "quantile" and self.value >= 1:
+            raise ValueError(f"filter.value is {self.value}; a quantile is a share below 1, such as 0.1")
+        return self
+
+
+class RewardSettings(_Section):
+    """How `use: reward` corrects a reward. The raw reward stays in `experience.info["raw_reward"]`."""
+
+    how: Literal["add", "multiply", "replace"] = Field(
+        "add",
+        description="add: reward + weight * score; multiply: reward * (1 + weight * score); replace: weight * score",
+    )
+    weight: float = Field(0.1, description="the factor on the score; negative to punish high scores")
+
+
+class Settings(_Section):
+    """The operator's `args`, resolved."""
+
+    enabled: bool = Field(True, description="false leaves every experience untouched and starts nothing")
+    task: str = Field("preference_classifier", description='a built-in task, or "my_pkg.my_module:MyTask"')
+    task_args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task")
+    use: Literal["feed", "filter", "reward"] = Field(
+        "feed", description="feed: train only; filter: drop by score; reward: correct rewards by score"
+    )
+    filter: FilterSettings = Field(FilterSettings(), description="for use: filter")
+    reward: RewardSettings = Field(RewardSettings(), description="for use: reward")
+
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda:\d+)$", description="auto | cuda:<n> | cpu")
+    mps: MpsMode = Field("auto", description="share the rollout GPU through CUDA MPS")
+    join: Literal["plugin", "env"] = Field("plugin", description="how a vLLM engine becomes an MPS client")
+    memory: Size | None = Field(None, description="the sidecar's memory reservation, such as 8GiB")
+    memory_fraction: float | None = Field(None, gt=0, lt=1, description="the same as a share of the device")
+
+    batch_size: int = Field(256, ge=1, description="experiences in one training step")
+    steps_per_batch: int = Field(4, ge=0, description="training steps after each batch from the explorer")
+    min_experiences: int = Field(32, ge=1, description="experiences in the replay buffer before training starts")
+    replay_capacity: int = Field(8192, ge=1, description="experiences that the replay buffer keeps")
+    seed: int = Field(0, ge=0, description="for initial weights and sampling")
+    checkpoint_every: int = Field(200, ge=1, description="training steps between checkpoints")
+    keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept on disk")
+    cpu_threads: int = Field(1, ge=1, description="threads of the sidecar on the CPU; the rollout needs the rest")
+
+    score_timeout: Duration = Field(2.0, ge=0, description="how long a batch waits for its scores")
+    min_version: int = Field(1, ge=0, description="scores count once the model has taken this many steps")
+    on_error: Literal["pass", "raise"] = Field(
+        "pass", description="sidecar absent or failed: pass experiences on and count it, or stop the run"
+    )
+
+    ring_slots: int = Field(4, ge=2, le=64, description="records that the feed ring holds")
+    ring_slot: Size = Field(11 * 2**20, ge=2**12, description="bytes of one record; larger batches are split")
+    backpressure: Literal["drop_oldest", "drop_newest", "block"] = Field(
+        "drop_oldest", description="what happens when the feed ring is full"
+    )
+    block_timeout: Duration = Field(0.05, ge=0, description="the longest wait of backpressure: block")
+
+    run_dir: str | None = Field(
+        None, description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity"
+    )
+    ready_timeout: Duration = Field(60.0, gt=0, description="how long the launcher waits for the sidecar")
+    idle_timeout: Duration = Field(600.0, gt=0, description="the sidecar ends this long after its last operator")
+    max_restarts: int = Field(5, ge=0, description="restarts of a killed sidecar before giving up")
+    run_file: str | None = Field(None, description="set by the launcher in the derived config; not by you")
+
+    @model_validator(mode="after")
+    def _one_memory_wish(self) -> Settings:
+        if self.memory is not None and self.memory_fraction is not None:
+            raise ValueError("memory and memory_fraction are both set; keep one of them")
+        return self
+
+    def dump(self) -> dict[str, Any]:
+        """Plain JSON values of every setting, sizes in bytes and durations in seconds."""
+        return self.model_dump(mode="json")
+
+    def save(self, path: Path) -> None:
+        """Write the resolved settings as JSON."""
+        path.write_text(json.dumps(self.dump(), indent=2) + "\n")
+
+
+def load_settings(args: Mapping[str, Any]) -> Settings:
+    """Settings from the operator's `args`; ConfigError names the key and, for a typo, the nearest valid one."""
+    try:
+        return Settings.model_validate(dict(args))
+    except ValidationError as error:
+        raise ConfigError(*_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> tuple[str, str]:
+    messages, todos = [], []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"]) or "args"
+        if item["type"] == "extra_forbidden":
+            messages.append(f"unknown key {path!r}")
+            todos.append(_nearest(item["loc"]))
+        else:
+            messages.append(
+                f"{path}: {item['msg'].removeprefix('Value error, ')} (found {item['input']!r})"
+                if item["loc"]
+                else item["msg"].removeprefix("Value error, ")
+            )
+    found = "the operator's args cannot be used: " + "; ".join(messages)
+    return found, " ".join(dict.fromkeys(todos)) or "correct the value; `mps-trainer plan` prints what is valid"
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str:
+    fields = Settings.model_fields
+    if len(loc) > 1 and loc[0] in ("filter", "reward"):
+        fields = (FilterSettings if loc[0] == "filter" else RewardSettings).model_fields
+    close = difflib.get_close_matches(str(loc[-1]), fields, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"valid keys are {', '.join(fields)}"

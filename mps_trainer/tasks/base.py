@@ -1,0 +1,55 @@
+"""The task: the five small parts that a user writes to train an auxiliary model.
+
+    columns     what of an experience the model needs        (also read beside the operator, numpy only)
+    build_model the model
+    loss        a batch -> one number to minimise
+    score       a batch -> one number for each experience    (use: filter drops high ones; use: reward adds them)
+    optimizer   how it learns                                (AdamW unless you say otherwise)
+
+A sixth, optional one, `predictions`, lets the sidecar report the AUC on experiences that it has not trained on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mps_trainer.columns import Column
+from mps_trainer.tasks.batch import TaskBatch
+
+
+class AuxiliaryTask(ABC):
+    """Base class of every task. The constructor takes the YAML's `task_args` as keyword arguments.
+
+    Keep the constructor cheap: the operator builds the task too, to learn its columns.
+    """
+
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+
+    @abstractmethod
+    def columns(self) -> Sequence[Column]:
+        """What the model needs from every experience, each with dtype, shape and maximum."""
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """A new model on the CPU; it is moved to the device afterwards. Called under the run's seed."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        """The mean loss over a batch: a scalar tensor."""
+
+    @abstractmethod
+    def score(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        """(B,) float: one score for each experience. Called under `torch.inference_mode`."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with this task's learning rate and weight decay."""
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+
+    def predictions(self, model: nn.Module, batch: TaskBatch) -> tuple[Tensor, Tensor] | None:
+        """What the model predicts and what came true: ((B,) float, (B,) in {0, 1}), or None without such a pair."""
+        return None
