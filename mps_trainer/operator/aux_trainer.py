@@ -1,0 +1,163 @@
+"""`AuxTrainer`: the experience operator. The only file that imports Trinity.
+
+What Trinity does around it (trinity-rft 0.6, measured): the operator lives in the RolloutCoordinator actor, which has
+no GPU; `process` is called on the actor's event loop, which also schedules rollouts; an exception in `process`
+loses the batch and ends the run with exit status 0; `close` is not called when the driver is killed; metrics that
+are neither int nor float vanish. Hence: everything that blocks is in a thread, errors pass the experiences on
+unless the user asked otherwise, and nothing relies on `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import ray
+from trinity.buffer.operators import ExperienceOperatorV1
+from trinity.common.experience import Experience
+from trinity.utils.log import get_logger
+
+from mps_trainer.config import load_settings
+from mps_trainer.errors import MpsTrainerError
+from mps_trainer.operator.feeder import Exchange, Feeder
+from mps_trainer.operator.use_scores import correct_rewards, select
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, int | float]
+
+
+class AuxTrainer(ExperienceOperatorV1):
+    """Feeds experiences to the sidecar trainer and uses its scores.
+
+    The keyword arguments are `mps_trainer.config.Settings`; an unknown one is refused with the nearest valid key.
+    With `enabled: false` the experiences pass untouched and nothing is opened.
+    """
+
+    def __init__(self, **args: Any) -> None:
+        _log_where_trinity_logs()
+        self._settings = load_settings(args)
+        self._feeder: Feeder | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._num_batches = 0
+        self._num_errors = 0
+
+    async def prepare(self) -> None:
+        """Join the run. A run that is not there is no error yet: it is looked for again with every batch."""
+        if not self._settings.enabled:
+            return
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aux_trainer")
+        try:
+            self._feeder = await self._in_thread(Feeder, self._settings, ray.get_runtime_context().namespace)
+            await self._in_thread(self._feeder.connect)
+        except MpsTrainerError as error:
+            if self._settings.on_error == "raise":
+                raise
+            self._num_errors += 1
+            logger.warning("mps_trainer: %s", error)
+
+    async def process(self, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
+        """Feed the batch; with `use: filter` or `use: reward` wait for its scores and apply them.
+
+        Returns the experiences to go on with, and metrics under `aux_trainer/`. When something fails and
+        `on_error` is `pass`, all experiences go on as they came.
+        """
+        if self._feeder is None:
+            return exps, {
+                "aux_trainer/enabled": int(self._settings.enabled),
+                "aux_trainer/errors_total": self._num_errors,
+            }
+        begin = time.monotonic()
+        try:
+            exchange = await self._in_thread(self._exchange, self._feeder, exps)
+            kept, metrics = self._apply(exps, exchange)
+            await self._in_thread(self._write_log, self._feeder, exps, kept, exchange, metrics)
+        except Exception as error:  # the rollout comes first: no fault of ours may lose a batch
+            if self._settings.on_error == "raise":
+                raise
+            self._num_errors += 1
+            logger.warning("mps_trainer: a batch passes on unused: %s", error, exc_info=self._num_errors == 1)
+            kept, metrics = exps, {}
+        metrics |= {
+            "enabled": 1,
+            "seen": len(exps),
+            "kept": len(kept),
+            "errors_total": self._num_errors,
+            "process_ms": (time.monotonic() - begin) * 1e3,
+        }
+        return kept, {f"aux_trainer/{key}": value for key, value in metrics.items()}
+
+    async def close(self) -> None:
+        """Leave the run, bounded in time."""
+        if self._feeder is None or self._thread is None:
+            return
+        await self._in_thread(self._feeder.close)
+        self._thread.shutdown(wait=False)
+        self._feeder = None
+
+    def _exchange(self, feeder: Feeder, exps: list[Experience]) -> Exchange:
+        self._num_batches += 1
+        return feeder.exchange(exps, want_scores=self._settings.use != "feed")
+
+    def _apply(self, exps: list[Experience], exchange: Exchange) -> tuple[list[Experience], Metrics]:
+        metrics: Metrics = {"fed": 0, "sidecar_up": 0, **exchange.metrics}
+        scores = exchange.scores
+        known = scores[~np.isnan(scores)]
+        if self._settings.use == "feed" or len(known) == 0:
+            return exps, metrics
+        metrics |= {
+            "scored": len(known),
+            "model_version": exchange.version,
+            "score_mean": float(known.mean()),
+            "score_max": float(known.max()),
+        }
+        if exchange.version < self._settings.min_version:
+            metrics["score_too_early"] = 1
+            return exps, metrics
+        if self._settings.use == "reward":
+            metrics["rewards_corrected"] = correct_rewards(exps, scores, self._settings.reward)
+            return exps, metrics
+        selection = select(scores, self._settings.filter)
+        metrics["filtered"] = selection.num_dropped
+        if selection.num_dropped:
+            metrics["filter_limit"] = selection.limit
+        return [exp for exp, keep in zip(exps, selection.keep, strict=True) if keep], metrics
+
+    def _write_log(
+        self, feeder: Feeder, exps: list[Experience], kept: list[Experience], exchange: Exchange, metrics: Metrics
+    ) -> None:
+        """Append what happened to `operator.jsonl` in the run folder, with every dropped experience and why."""
+        if feeder.run_dir is None:
+            return
+        kept_ids = {id(exp) for exp in kept}
+        limit = metrics.get("filter_limit", float("nan"))
+        dropped = [
+            {
+                "eid": exp.eid.uid,
+                "score": float(score),
+                "why": f"{self._settings.filter.drop} {self._settings.filter.value:g}: score >= {limit:.4f}",
+                "reward": exp.reward,
+                "info": {k: v for k, v in exp.info.items() if isinstance(v, (int, float))},
+            }
+            for exp, score in zip(exps, exchange.scores.tolist(), strict=True)
+            if id(exp) not in kept_ids
+        ]
+        line = {"t": time.time(), "batch": self._num_batches, "seen": len(exps), "dropped": dropped, **metrics}
+        with (feeder.run_dir / "operator.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    async def _in_thread(self, function: Any, *args: Any) -> Any:
+        assert self._thread is not None
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _log_where_trinity_logs() -> None:
+    """Send this package's messages to the actor's Trinity log, where the user looks when a run went wrong."""
+    ours, theirs = logging.getLogger("mps_trainer"), get_logger()
+    ours.handlers, ours.propagate = list(theirs.handlers), False
+    ours.setLevel(theirs.level)

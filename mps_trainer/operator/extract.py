@@ -1,0 +1,188 @@
+"""Experiences to rows: what the task's columns ask for, as numpy arrays.
+
+consumes    a list of Trinity `Experience` objects (read only; nothing is changed)
+produces    `Extracted`: rows for the transport, and which experiences could not be fed and why
+waits for   nothing
+
+A column's `source` is a field of the experience ("reward", "logprobs", "eid.uid"), a key of its info or metrics
+("info.hidden_state"), "response_tokens", or one of the two that look at the whole batch: "batch.reward_mean"
+and "group.reward_mean" (a group is the experiences of one task, `eid.tid`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from mps_trainer.columns import Array, Column, Rows
+from mps_trainer.errors import ConfigError, ExperienceError
+
+
+class ExperienceLike(Protocol):
+    """The part of `trinity.common.experience.Experience` that is read here."""
+
+    eid: Any
+    tokens: Any
+    prompt_length: int
+    reward: float | None
+    info: dict[str, Any]
+    metrics: dict[str, Any]
+
+
+@dataclass
+class Extracted:
+    """The rows of the experiences that can be fed.
+
+    Attributes:
+        rows: one entry a column, n rows each.
+        fed: the n positions in the batch that the rows belong to, ascending.
+        problems: column name -> how many experiences lack it.
+        first_problem: the message about the first of them.
+        cut: how many sequences were longer than their column's maximum.
+    """
+
+    rows: Rows
+    fed: list[int]
+    problems: dict[str, int] = field(default_factory=dict)
+    first_problem: str = ""
+    cut: int = 0
+
+
+class Extractor:
+    """Reads the declared columns out of a batch of experiences."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns = tuple(columns)
+        self._batch_columns = [c for c in columns if c.source in _BATCH_SOURCES]
+        self._readers = [(c, _reader(c.source)) for c in columns if c.source not in _BATCH_SOURCES]
+
+    def __call__(self, experiences: Sequence[ExperienceLike]) -> Extracted:
+        """Extract a batch. An experience that lacks a required column is left out and counted, never an error."""
+        out = Extracted(rows={}, fed=[])
+        values: dict[str, list[Any]] = {column.name: [] for column in self._columns}
+        batch_values = {c.name: _BATCH_SOURCES[c.source](experiences) for c in self._batch_columns}
+        for position, experience in enumerate(experiences):
+            row = self._row(experience, position, batch_values, out)
+            if row is not None:
+                out.fed.append(position)
+                for name, value in row.items():
+                    values[name].append(value)
+        out.rows = {column.name: _as_rows(column, values[column.name]) for column in self._columns}
+        return out
+
+    def _row(
+        self, experience: ExperienceLike, position: int, batch_values: Mapping[str, list[float | None]], out: Extracted
+    ) -> dict[str, Any] | None:
+        row: dict[str, Any] = {}
+        column = self._columns[0]
+        try:
+            for column, read in self._readers:
+                row[column.name], was_cut = _convert(column, read(experience), experience)
+                out.cut += was_cut
+            for column in self._batch_columns:
+                row[column.name], _ = _convert(column, batch_values[column.name][position], experience)
+        except ExperienceError as error:
+            out.problems[column.name] = out.problems.get(column.name, 0) + 1
+            out.first_problem = out.first_problem or str(error)
+            return None
+        return row
+
+
+def _reader(source: str) -> Callable[[ExperienceLike], Any]:
+    if source == "response_tokens":
+        return lambda experience: experience.tokens[experience.prompt_length :]
+    head, _, key = source.partition(".")
+    if head in ("info", "metrics") and key:
+        return lambda experience: getattr(experience, head).get(key)
+    if head == "eid" and key:
+        return lambda experience: getattr(experience.eid, key)
+    if key:
+        raise ConfigError(
+            f"a column has source {source!r}",
+            "use a field of the experience, info.<key>, metrics.<key>, response_tokens, " + ", ".join(_BATCH_SOURCES),
+        )
+    return lambda experience: getattr(experience, source)
+
+
+def _convert(column: Column, value: Any, experience: ExperienceLike) -> tuple[Any, int]:
+    """The value as the column wants it, and whether a sequence was cut."""
+    if value is None:
+        if column.required:
+            raise ExperienceError(_missing(column, experience), "set it in your workflow, or change the task's columns")
+        return _absent(column), 0
+    if column.kind == "text":
+        encoded = str(value).encode()
+        kept = encoded[: column.maximum].decode(errors="ignore")
+        return kept, int(len(encoded) > (column.maximum or 0))
+    if column.kind == "scalar":
+        return float(value) if column.dtype.startswith("float") else int(value), 0
+    array = np.ascontiguousarray(to_numpy(value), dtype=column.dtype).reshape(-1)
+    if column.kind == "vector":
+        if len(array) != column.width:
+            raise ExperienceError(
+                f"column {column.name!r} ({column.source}) of experience {experience.eid.uid} has width {len(array)}, "
+                f"the task expects {column.width}",
+                "set the width that your workflow stores in task_args (feature_dim for the built-in classifier)",
+            )
+        return array, 0
+    maximum = column.maximum or 0
+    return array[:maximum], int(len(array) > maximum)
+
+
+def to_numpy(value: Any) -> Array:
+    """A numpy array of a tensor, a list or an array. Torch is not imported for it.
+
+    bfloat16 has no numpy type, so such a tensor goes through float32.
+    """
+    if hasattr(value, "detach"):
+        value = value.detach()
+        return np.asarray(value.float().numpy() if str(value.dtype) == "torch.bfloat16" else value.numpy())
+    return np.asarray(value)
+
+
+def _absent(column: Column) -> Any:
+    if column.kind == "text":
+        return ""
+    if column.kind == "scalar":
+        # NaN and not 0: a missing reward must not look like a reward of zero.
+        return float("nan") if column.dtype.startswith("float") else 0
+    return np.zeros(column.width if column.kind == "vector" else 0, dtype=column.dtype)
+
+
+def _missing(column: Column, experience: ExperienceLike) -> str:
+    head = column.source.partition(".")[0]
+    there = ""
+    if head in ("info", "metrics"):
+        keys = sorted(getattr(experience, head))
+        there = f"; its {head} holds {', '.join(keys) or 'nothing'}"
+    return f"experience {experience.eid.uid} has no {column.source} (column {column.name!r}){there}"
+
+
+def _as_rows(column: Column, values: list[Any]) -> Array | list[Any]:
+    if column.kind == "scalar":
+        return np.asarray(values, dtype=column.dtype)
+    return values
+
+
+def _batch_mean(experiences: Sequence[ExperienceLike]) -> list[float | None]:
+    rewards = [float(e.reward) for e in experiences if e.reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else None
+    return [None if e.reward is None else mean for e in experiences]
+
+
+def _group_mean(experiences: Sequence[ExperienceLike]) -> list[float | None]:
+    sums: dict[str, tuple[float, int]] = {}
+    for experience in experiences:
+        if experience.reward is not None:
+            total, count = sums.get(experience.eid.tid, (0.0, 0))
+            sums[experience.eid.tid] = total + float(experience.reward), count + 1
+    return [None if e.reward is None else sums[e.eid.tid][0] / sums[e.eid.tid][1] for e in experiences]
+
+
+_BATCH_SOURCES: dict[str, Callable[[Sequence[ExperienceLike]], list[float | None]]] = {
+    "batch.reward_mean": _batch_mean,
+    "group.reward_mean": _group_mean,
+}

@@ -1,0 +1,183 @@
+"""The feeder: everything of the operator that blocks, kept off the event loop.
+
+consumes    batches of experiences, one `exchange` at a time, in one thread
+produces    records in the run's feed ring; scores from its reply ring
+waits for   scores, at most `score_timeout`; room in the ring, at most `block_timeout`
+unblocked by the sidecar; its absence or death ends every wait at once
+
+The feeder outlives sidecars: while the run lives, records wait in the ring for a restarted one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mps_trainer.columns import Array
+from mps_trainer.config import Settings
+from mps_trainer.errors import MpsTrainerError, PlacementError, RunError, TaskError
+from mps_trainer.operator.extract import ExperienceLike, Extracted, Extractor
+from mps_trainer.run import RunPaths, RunRecord, State, Status, boot_id, find_by_namespace, host_name, is_held
+from mps_trainer.tasks import load_task, wire_columns
+from mps_trainer.transport import OperatorChannel, RingSettings
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between looks at what changes rarely: the sidecar's status, and a run to connect to.
+LOOK_EVERY_S = 1.0
+
+
+@dataclass
+class Exchange:
+    """What one batch gave.
+
+    Attributes:
+        scores: (n,) float32 for the n experiences of the batch; NaN where there is none.
+        version: the model version of the scores; -1 without scores.
+        metrics: plain ints and floats, the only types that survive Trinity's filter.
+    """
+
+    scores: Array
+    version: int = -1
+    metrics: dict[str, int | float] = field(default_factory=dict)
+
+
+class Feeder:
+    """One operator's tie to a run. Not thread-safe: call it from one thread."""
+
+    def __init__(self, settings: Settings, ray_namespace: str) -> None:
+        self._settings = settings
+        self._ray_namespace = ray_namespace
+        columns = wire_columns(load_task(settings.task, settings.task_args))
+        self._columns = columns
+        self._extract = Extractor(columns)
+        self._channel: OperatorChannel | None = None
+        self._paths: RunPaths | None = None
+        self._request_id = 0
+        self._status: Status | None = None
+        self._next_look = 0.0
+        self._said: set[str] = set()
+        self.run_dir: Path | None = None
+        self.connect_error = ""
+
+    def exchange(self, experiences: Sequence[ExperienceLike], *, want_scores: bool) -> Exchange:
+        """Feed a batch and wait for its scores if they are wanted."""
+        out = Exchange(np.full(len(experiences), np.nan, dtype=np.float32))
+        extracted = self._extract(experiences)
+        self._tell_problems(extracted, out)
+        channel = self._connected()
+        out.metrics["connected"] = int(channel is not None)
+        if channel is None:
+            return out
+        self._look_at_sidecar(out)
+        if extracted.fed:
+            self._send(channel, extracted, out, want_scores)
+        return out
+
+    def close(self) -> None:
+        """Leave the run. Records that the sidecar has not read stay for it."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def connect(self) -> None:
+        """Join the run; RunError or PlacementError says why not."""
+        paths, record = self._find_run()
+        if record.boot_id != boot_id():
+            raise PlacementError(
+                f"the sidecar of run {record.run_id} is on host {record.host}, this operator runs on {host_name()}",
+                "shared memory does not cross hosts: start the run on the node where Trinity's explorer runs",
+            )
+        if not is_held(paths.supervisor_lock):
+            raise RunError(f"run {record.run_id} has ended", "start it again with start_mps.sh")
+        settings = self._settings
+        self._channel = OperatorChannel.create(
+            record.run_id,
+            self._columns,
+            RingSettings(num_slots=settings.ring_slots, slot_bytes=settings.ring_slot),
+            backpressure=settings.backpressure,
+            block_timeout_s=settings.block_timeout,
+        )
+        self._paths, self.run_dir = paths, Path(record.run_dir)
+        logger.info("mps_trainer: feeding run %s (%s)", record.run_id, record.run_dir)
+
+    def _find_run(self) -> tuple[RunPaths, RunRecord]:
+        if self._settings.run_file:
+            path = Path(self._settings.run_file)
+            return RunPaths(path), RunRecord.load(path)
+        found = find_by_namespace(self._ray_namespace)
+        if found is None:
+            raise RunError(
+                f"no sidecar runs for the Ray namespace {self._ray_namespace!r}",
+                "run scripts/start_mps.sh on your YAML first, and `trinity run` on the derived one that it prints",
+            )
+        return found
+
+    def _connected(self) -> OperatorChannel | None:
+        if self._channel is not None and self._paths is not None and not is_held(self._paths.supervisor_lock):
+            self._say_once("the run has ended; experiences pass on without it")
+            self.close()
+        if self._channel is None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_EVERY_S
+            try:
+                self.connect()
+            except MpsTrainerError as error:
+                self.connect_error = str(error)
+                self._say_once(self.connect_error)
+                if self._settings.on_error == "raise":
+                    raise
+        return self._channel
+
+    def _send(self, channel: OperatorChannel, extracted: Extracted, out: Exchange, want_scores: bool) -> None:
+        self._request_id += 1
+        sent = channel.send(extracted.rows, request_id=self._request_id, want_scores=want_scores)
+        out.metrics |= {
+            "fed": sent.rows_sent,
+            "dropped_full": sent.rows_dropped,
+            "fed_bytes": sent.nbytes,
+            "dropped_oldest_total": channel.counters.dropped_oldest,
+        }
+        if not want_scores:
+            return
+        begin = time.monotonic()
+        reply = channel.receive_scores(self._request_id, self._settings.score_timeout) if sent.rows_sent else None
+        out.metrics["score_wait_ms"] = (time.monotonic() - begin) * 1e3
+        out.metrics["score_late"] = int(reply is None)
+        if reply is not None:
+            out.scores[extracted.fed] = reply.values
+            out.version = reply.model_version
+
+    def _look_at_sidecar(self, out: Exchange) -> None:
+        assert self._channel is not None and self.run_dir is not None  # noqa: PT018 - one fact, said twice for mypy
+        out.metrics["sidecar_up"] = int(self._channel.sidecar_alive())
+        if time.monotonic() >= self._next_look or self._status is None:
+            self._next_look = time.monotonic() + LOOK_EVERY_S
+            try:
+                self._status = Status.load(self.run_dir)
+            except RunError:
+                return
+        out.metrics["sidecar_restarts"] = self._status.restarts
+        failed = self._status.state is State.FAILED
+        out.metrics["sidecar_failed"] = int(failed)
+        if failed:
+            self._say_once(f"the sidecar has failed; experiences pass on without it: {self._status.error}")
+            if self._settings.on_error == "raise":
+                raise TaskError(f"the sidecar has failed: {self._status.error}", f"see {self.run_dir}/sidecar.log")
+
+    def _tell_problems(self, extracted: Extracted, out: Exchange) -> None:
+        out.metrics["missing_column"] = sum(extracted.problems.values())
+        out.metrics["cut_sequences"] = extracted.cut
+        if extracted.problems:
+            self._say_once(extracted.first_problem)
+            if self._settings.on_error == "raise":
+                raise TaskError(extracted.first_problem)
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning("mps_trainer: %s", message)

@@ -1,0 +1,49 @@
+"""Rules of the house that a linter has no rule for."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "mps_trainer").rglob("*.py"))
+SHIPPED = [*PACKAGE, *sorted((ROOT / "operators").glob("*.py")), *sorted((ROOT / "scripts").glob("*"))]
+MAX_FILE_LINES = 310
+MAX_FUNCTION_LINES = 55
+
+
+def functions():
+    for path in PACKAGE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield path, node
+
+
+def test_no_file_is_too_long():
+    long = {str(p.relative_to(ROOT)): n for p in PACKAGE if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
+    assert long == {}
+
+
+def test_no_function_is_too_long():
+    long = {
+        f"{path.relative_to(ROOT)}:{node.name}": node.end_lineno - node.lineno + 1
+        for path, node in functions()
+        if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    }
+    assert long == {}
+
+
+@pytest.mark.parametrize("pattern", [r"\bpkill\b", r"\bkillall\b", r"os\._exit\(0\)", r"ray stop\b", r"import pickle"])
+def test_nothing_kills_by_name_or_unpickles(pattern):
+    # Killing by name ends other people's jobs on a shared machine; pickle runs what it reads.
+    guilty = [p.name for p in SHIPPED if p.is_file() and re.search(pattern, p.read_text())]
+    assert guilty == []
+
+
+def test_every_error_class_is_drawn_in_the_tree():
+    source = (ROOT / "mps_trainer/errors.py").read_text()
+    drawing = source.split('"""')[1]
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            assert node.name in drawing
