@@ -72,7 +72,7 @@ class Settings(_Section):
     filter: FilterSettings = Field(FilterSettings(), description="for use: filter")
     reward: RewardSettings = Field(RewardSettings(), description="for use: reward")
 
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda:\d+)$", description="auto | cuda:<n> | cpu")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda:\d+)$", description="auto, cuda:<n> or cpu")
     mps: MpsMode = Field("auto", description="share the rollout GPU through CUDA MPS")
     join: Literal["plugin", "env"] = Field("plugin", description="how a vLLM engine becomes an MPS client")
     memory: Size | None = Field(None, description="the sidecar's memory reservation, such as 8GiB")
@@ -88,7 +88,7 @@ class Settings(_Section):
     cpu_threads: int = Field(1, ge=1, description="threads of the sidecar on the CPU; the rollout needs the rest")
 
     score_timeout: Duration = Field(2.0, ge=0, description="how long a batch waits for its scores")
-    min_version: int = Field(1, ge=0, description="scores count once the model has taken this many steps")
+    min_version: int = Field(50, ge=0, description="scores count once the model has taken this many steps")
     on_error: Literal["pass", "raise"] = Field(
         "pass", description="sidecar absent or failed: pass experiences on and count it, or stop the run"
     )
