@@ -5,6 +5,7 @@
     <state folder>/runs/<run_id>.json    RunRecord, written by rename
     <state folder>/runs/<run_id>.lock    held by the supervisor for life
     <state folder>/runs/<run_id>.sidecar.lock    held by the sidecar for life
+    <state folder>/runs/<run_id>.owner.lock      held by `mps-trainer run`, if that started it
 
 The derived Trinity config carries the path of the JSON file, because the driver's environment does not reach
 Trinity's actors.
@@ -101,9 +102,14 @@ class RunPaths:
         """Held by the sidecar process."""
         return self.run_file.with_suffix(".sidecar.lock")
 
+    @property
+    def owner_lock(self) -> Path:
+        """Held by `mps-trainer run`: its drop ends the run."""
+        return self.run_file.with_suffix(".owner.lock")
+
     def remove(self) -> None:
         """Delete the run's files from the state folder; the run folder with its results stays."""
-        for path in (self.run_file, self.supervisor_lock, self.sidecar_lock):
+        for path in (self.run_file, self.supervisor_lock, self.sidecar_lock, self.owner_lock):
             path.unlink(missing_ok=True)
 
 
