@@ -1,0 +1,159 @@
+"""Checkpoints: folders that are whole or not there.
+
+    checkpoints/step-<n>/
+        model.safetensors        the weights
+        optimizer.safetensors    its tensors, named <parameter>.<name>
+        replay.safetensors       the replay buffer's rows and the ids it knows
+        random.safetensors       torch's random state
+        state.json               everything else, to be read by people too; written last
+
+A checkpoint is written under a temporary name and renamed. No fsync, as in the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mps_trainer.columns import Array
+from mps_trainer.errors import RunError
+from mps_trainer.sidecar.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+FORMAT = 1
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """What is saved beside the trainer.
+
+    Attributes:
+        replay: arrays of the replay buffer.
+        state: plain JSON values: counters, random states, where the journal goes on.
+    """
+
+    replay: dict[str, Array]
+    state: dict[str, Any]
+
+
+def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write `folder`/step-<n> and delete all but the newest `keep`; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{trainer.step}"
+    temporary = folder / f".step-{trainer.step}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    save_file(_owned(trainer.model.state_dict()), temporary / "model.safetensors")
+    tensors, scalars = _flatten(trainer.optimizer.state_dict())
+    save_file(_owned(tensors), temporary / "optimizer.safetensors")
+    save_arrays(
+        {name: np.ascontiguousarray(array) for name, array in checkpoint.replay.items()},
+        temporary / "replay.safetensors",
+    )
+    save_file(_random_state(trainer), temporary / "random.safetensors")
+    state = {"format": FORMAT, "step": trainer.step, "torch": torch.__version__, **checkpoint.state}
+    (temporary / "state.json").write_text(json.dumps({**state, "optimizer": scalars}, indent=1))
+    if final.exists():
+        # The same step again (a checkpoint for the journal's sake): nothing can replace a full folder in one call.
+        final.rename(folder / f".step-{trainer.step}.{os.getpid()}.old")
+    temporary.rename(final)
+    for path in [*checkpoints(folder)[keep:], *folder.glob(".step-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+    return final
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, newest first."""
+    found = [path for path in folder.glob("step-*") if (path / "state.json").exists()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def load_newest(folder: Path, trainer: Trainer) -> Checkpoint | None:
+    """Put the newest readable checkpoint into the trainer; None when there is none.
+
+    One that cannot be read (the disk, a power cut) is skipped with a warning. RunError when there are some and
+    none can be read.
+    """
+    _restore_interrupted(folder)
+    found = checkpoints(folder)
+    for path in found:
+        try:
+            return _load(path, trainer)
+        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            _log.warning("checkpoint %s cannot be used: %s", path, error)
+    if found:
+        raise RunError(
+            f"none of the {len(found)} checkpoints in {folder} can be used",
+            "the warnings above say why; move the folder away to start from new weights",
+        )
+    return None
+
+
+def _load(path: Path, trainer: Trainer) -> Checkpoint:
+    state = json.loads((path / "state.json").read_text())
+    if state["format"] != FORMAT:
+        raise ValueError(f"its format is {state['format']}, this version reads {FORMAT}")
+    replay = load_arrays(path / "replay.safetensors")
+    tensors = load_file(path / "optimizer.safetensors")
+    random = load_file(path / "random.safetensors")
+    trainer.model.load_state_dict(load_file(path / "model.safetensors"))
+    trainer.optimizer.load_state_dict(_unflatten(tensors, state["optimizer"]))
+    torch.set_rng_state(random["cpu"])
+    if trainer.device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"], trainer.device)
+    trainer.step = state["step"]
+    return Checkpoint(replay=replay, state=state)
+
+
+def _restore_interrupted(folder: Path) -> None:
+    # Killed between the two renames of save_checkpoint: the old folder is whole, and the new one has every file.
+    for path in folder.glob(".step-*.old"):
+        final = folder / path.name[1:].split(".")[0]
+        if not final.exists():
+            path.rename(final)
+
+
+def _random_state(trainer: Trainer) -> dict[str, Tensor]:
+    random = {"cpu": torch.get_rng_state()}
+    if trainer.device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(trainer.device)
+    return random
+
+
+def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # safetensors refuses tensors that share memory (tied weights): each gets bytes of its own.
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _flatten(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for parameter, entries in optimizer["state"].items():
+        scalars[str(parameter)] = {}
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{parameter}.{name}"] = value
+            else:
+                scalars[str(parameter)][name] = value
+    return tensors, {"scalars": scalars, "param_groups": optimizer["param_groups"]}
+
+
+def _unflatten(tensors: dict[str, Tensor], state: dict[str, Any]) -> dict[str, Any]:
+    entries: dict[int, dict[str, Any]] = {int(key): dict(value) for key, value in state["scalars"].items()}
+    for key, tensor in tensors.items():
+        parameter, _, name = key.partition(".")
+        entries[int(parameter)][name] = tensor
+    return {"state": entries, "param_groups": state["param_groups"]}

@@ -1,0 +1,152 @@
+"""The trainer: model, optimizer and the user's task. No files, no shared memory.
+
+Every call into the user's code goes through `_users_code`, so that what goes wrong there is told with the step
+and the ids of the experiences, and is never taken for a fault of the sidecar.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mps_trainer.columns import Array, PackedBatch, PackedColumn
+from mps_trainer.errors import MpsTrainerError, TaskError
+from mps_trainer.tasks import AuxiliaryTask, TaskBatch
+
+_SHOWN_IDS = 5
+
+
+class Trainer:
+    """Trains and asks one model.
+
+    Args:
+        task: the user's.
+        batch_size: the most experiences in one pass through the model; more are split, never a larger allocation.
+        seed: torch's seed, set just before the model is built.
+        device: where the model lives.
+    """
+
+    def __init__(self, task: AuxiliaryTask, batch_size: int, seed: int, device: str = "cpu") -> None:
+        self.task = task
+        self.device = torch.device(device)
+        self.batch_size = batch_size
+        self.step = 0
+        torch.manual_seed(seed)
+        with self._users_code("build_model"):
+            self.model = task.build_model().to(self.device)
+        with self._users_code("optimizer"):
+            self.optimizer = task.optimizer(self.model)
+
+    def train_step(self, packed: PackedBatch) -> float:
+        """One step on at most `batch_size` experiences; the loss. TaskError when it is not finite."""
+        self.model.train()
+        with self._users_code("loss", packed):
+            batch = TaskBatch.from_packed(packed, self.device)
+            loss = self.task.loss(self.model, batch)
+            _check_tensor("loss", loss, ())
+        # Reading the number waits for the device: never more than one step is in flight.
+        value = float(loss.item())
+        if not math.isfinite(value):
+            raise self._error(f"the loss is {value}", packed, "look at these experiences, or lower learning_rate")
+        with self._users_code("optimizer", packed):
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        self.synchronize()
+        self.step += 1
+        return value
+
+    def score(self, packed: PackedBatch) -> Array:
+        """(n,) float32: one score for each experience. TaskError when the shape is wrong or one is not finite."""
+        scores = np.empty(packed.num_rows, np.float32)
+        for start, part in self._parts(packed):
+            with self._users_code("score", part):
+                found = self.task.score(self.model, TaskBatch.from_packed(part, self.device))
+                scores[start : start + part.num_rows] = _to_numpy("score", found, part.num_rows)
+        if not np.isfinite(scores).all():
+            bad = np.flatnonzero(~np.isfinite(scores))
+            raise self._error(
+                f"{len(bad)} of {len(scores)} scores are not finite",
+                _rows(packed, int(bad[0]), int(bad[0]) + 1),
+                "make score() finite for every experience; the weights may have become NaN",
+            )
+        return scores
+
+    def evaluate(self, packed: PackedBatch) -> tuple[Array, Array] | None:
+        """What the model predicts of (n,) experiences and what came true, or None when the task has no such pair."""
+        predicted, came_true = [], []
+        for _, part in self._parts(packed):
+            with self._users_code("predictions", part):
+                pair = self.task.predictions(self.model, TaskBatch.from_packed(part, self.device))
+                if pair is None:
+                    return None
+                predicted.append(_to_numpy("predictions", pair[0], part.num_rows))
+                came_true.append(_to_numpy("predictions", pair[1], part.num_rows))
+        return (np.concatenate(predicted), np.concatenate(came_true)) if predicted else None
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing of ours to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _parts(self, packed: PackedBatch) -> Iterator[tuple[int, PackedBatch]]:
+        self.model.eval()
+        with torch.inference_mode():
+            for start in range(0, packed.num_rows, self.batch_size):
+                stop = min(start + self.batch_size, packed.num_rows)
+                yield start, packed if stop - start == packed.num_rows else _rows(packed, start, stop)
+
+    @contextmanager
+    def _users_code(self, where: str, packed: PackedBatch | None = None) -> Iterator[None]:
+        try:
+            yield
+        except MpsTrainerError:
+            raise
+        except torch.cuda.OutOfMemoryError as error:
+            raise self._error(
+                f"{where} ran out of memory: {error}", packed, "raise memory:, or lower batch_size or the maxima"
+            ) from error
+        except Exception as error:
+            todo = f"correct {where} of the task; the traceback is in sidecar.log"
+            raise self._error(f"{where} raised {type(error).__name__}: {error}", packed, todo) from error
+
+    def _error(self, what: str, packed: PackedBatch | None, todo: str) -> TaskError:
+        message = f"task {type(self.task).__name__}, step {self.step}: {what}"
+        if packed is not None:
+            message += f" (experiences {_ids(packed)})"
+        return TaskError(message, todo)
+
+
+def _check_tensor(what: str, value: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
+        raise ValueError(f"{what}() gave {found}; it must give a tensor of shape {shape}")
+
+
+def _to_numpy(what: str, value: Any, num_rows: int) -> Array:
+    _check_tensor(what, value, (num_rows,))
+    return np.asarray(value.float().cpu().numpy())
+
+
+def _ids(packed: PackedBatch) -> str:
+    shown = [packed["eid"].text(i) for i in range(min(_SHOWN_IDS, packed.num_rows))]
+    more = packed.num_rows - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _rows(packed: PackedBatch, start: int, stop: int) -> PackedBatch:
+    columns = {}
+    for name, column in packed.columns.items():
+        if column.offsets is None:
+            columns[name] = PackedColumn(column.values[start:stop])
+        else:
+            offsets = column.offsets[start : stop + 1]
+            values = column.values[offsets[0] : offsets[-1]]
+            columns[name] = PackedColumn(values, offsets - offsets[0], column.is_text)
+    return PackedBatch(columns, stop - start)
