@@ -60,14 +60,19 @@ class HeldLock:
 
 def try_hold(path: Path, note: str = "") -> HeldLock | None:
     """Take the lock at `path` and write `note` into it for `holder_note`; None when another process has it."""
-    descriptor = _open(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
-    except OSError as error:
+    while True:
+        descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return None
+            raise
+        # A clean-up may have removed the file between our open and our lock; then the lock proves nothing.
+        if _is_file_of(descriptor, path):
+            break
         os.close(descriptor)
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return None
-        raise
     lock = HeldLock(path, descriptor)
     lock.write_note(note)
     return lock
@@ -93,6 +98,13 @@ def holder_note(path: Path) -> str:
         return path.read_text()
     except FileNotFoundError:
         return ""
+
+
+def _is_file_of(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _flock(kind: int) -> bytes:

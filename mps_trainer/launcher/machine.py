@@ -1,0 +1,53 @@
+"""What this machine has: GPUs, memory, /dev/shm. Read once, then judged by `plan.py`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from mps_trainer.launcher.gpu import GpuReading, read_gpus
+from mps_trainer.launcher.leftovers import SHM
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One reading of this machine; sizes in bytes."""
+
+    memory_total: int
+    memory_free: int
+    shm_total: int
+    shm_free: int
+    gpu: GpuReading = field(default_factory=GpuReading)
+
+
+def read_machine() -> Machine:
+    """Read this machine; a container's own memory limit counts as the machine's."""
+    memory = psutil.virtual_memory()
+    limit, used = _cgroup_memory()
+    shm = os.statvfs(SHM)
+    return Machine(
+        memory_total=min(memory.total, limit) if limit else memory.total,
+        memory_free=min(memory.available, max(limit - used, 0)) if limit else memory.available,
+        shm_total=shm.f_frsize * shm.f_blocks,
+        shm_free=shm.f_frsize * shm.f_bavail,
+        gpu=read_gpus(),
+    )
+
+
+def _cgroup_memory() -> tuple[int, int]:
+    """Limit and use of this container; (0, 0) when there is no limit."""
+    for limit_path, used_path in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = Path(limit_path).read_text().strip(), Path(used_path).read_text().strip()
+        except (FileNotFoundError, PermissionError):
+            continue
+        # Version 1 writes "no limit" as a number near 2**63.
+        if limit.isdigit() and int(limit) < 2**60:
+            return int(limit), int(used)
+    return 0, 0

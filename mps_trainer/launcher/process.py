@@ -1,0 +1,165 @@
+"""Start and end processes of our own, and never anybody else's.
+
+A PID alone may be somebody else's by now, so a process is its PID with its start time. The order of an end is
+always the same: SIGTERM and time to drain; then SIGSTOP and time for work in flight on a GPU to finish, since a
+client of MPS that dies with work in flight takes its neighbours along; SIGKILL last.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+GPU_DRAIN_SECONDS = 2.5  # by then a stopped process has no kernels left on the device
+
+
+class Ended(str, Enum):
+    """How a process ended that we asked to end."""
+
+    ALREADY = "already gone"
+    BY_ITSELF = "ended when asked"
+    KILLED = "killed after it did not end in time"
+    STILL_ALIVE = "still alive"
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """One process: its PID and its start time in clock ticks since boot."""
+
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """The process that has this PID now; None when there is none, or only a zombie."""
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        # The second field is the command in parentheses and may hold blanks and parentheses itself.
+        fields = stat.rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else cls(pid, int(fields[19]))
+
+    def is_alive(self) -> bool:
+        """Whether this very process still runs."""
+        return ProcessIdentity.of(self.pid) == self
+
+    def send(self, signal_number: int) -> bool:
+        """Signal this very process; False when it is gone."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            # The descriptor pins the process, so what is checked here is what gets the signal.
+            if not self.is_alive():
+                return False
+            signal.pidfd_send_signal(descriptor, signal_number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until this process is gone, at most `timeout_s`; also for a process that is not our child."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            if not self.is_alive():
+                return True
+            ready, _, _ = select.select([descriptor], [], [], max(timeout_s, 0.0))
+        finally:
+            os.close(descriptor)
+        return bool(ready)
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: Path | int,
+    pass_fds: Sequence[int] = (),
+    cwd: Path | None = None,
+    dies_with_us: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own, stdin closed, stdout and stderr appended to `log`.
+
+    Args:
+        log: a file to append to, or a descriptor such as `subprocess.PIPE`.
+        dies_with_us: the kernel sends it SIGTERM when this process dies, whatever the reason.
+    """
+    if dies_with_us:
+        command = [sys.executable, "-m", "mps_trainer.launcher.tied", str(os.getpid()), "--", *command]
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600) if isinstance(log, Path) else log
+    try:
+        return subprocess.Popen(
+            list(command),
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
+    finally:
+        if isinstance(log, Path):
+            os.close(output)
+
+
+def stop(child: subprocess.Popen[bytes], *, grace_s: float, gpu_drain_s: float = 0.0) -> Ended:
+    """End our own child in the order that the module names; at most `grace_s` + `gpu_drain_s` and a moment."""
+    if child.poll() is not None:
+        return Ended.ALREADY
+    child.send_signal(signal.SIGTERM)
+    # A child that somebody stopped cannot act on SIGTERM.
+    child.send_signal(signal.SIGCONT)
+    if _wait(child, grace_s):
+        return Ended.BY_ITSELF
+    if gpu_drain_s:
+        child.send_signal(signal.SIGSTOP)
+        _wait(child, gpu_drain_s)
+    child.kill()
+    child.wait()
+    return Ended.KILLED
+
+
+def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    try:
+        child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def stop_identity(process: ProcessIdentity, *, grace_s: float) -> Ended:
+    """Ask a process that is not our child to end, with SIGTERM only, and wait for it."""
+    if not process.send(signal.SIGTERM):
+        return Ended.ALREADY
+    return Ended.BY_ITSELF if process.wait(grace_s) else Ended.STILL_ALIVE
+
+
+def describe_exit(return_code: int) -> str:
+    """ "exit code 3", or "signal SIGKILL" for the negative codes of subprocess."""
+    if return_code >= 0:
+        return f"exit code {return_code}"
+    try:
+        return f"signal {signal.Signals(-return_code).name}"
+    except ValueError:
+        return f"signal {-return_code}"
+
+
+def deadline_after(timeout_s: float) -> float:
+    """The monotonic time at which a wait of `timeout_s` is over."""
+    return time.monotonic() + timeout_s
