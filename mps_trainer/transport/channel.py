@@ -1,0 +1,300 @@
+"""The operator's end of a channel.
+
+send            consumes rows, produces records in feed slots; waits for room at most `block_timeout_s`
+receive_scores  waits for the reply semaphore; unblocked by `Delivery.reply`, the sidecar's death, its time limit
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+
+from mps_trainer.columns import Column, Rows
+from mps_trainer.errors import TransportError
+from mps_trainer.transport import layout, names, schema
+from mps_trainer.transport.codec import Bytes, Codec, Measured
+from mps_trainer.transport.counters import ChannelCounters, Mirror
+from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES, RingSettings, SegmentHeader
+from mps_trainer.transport.record import KIND_BATCH, RecordHeader
+from mps_trainer.transport.replies import ReplyInbox, Scores, max_reply_rows
+from mps_trainer.transport.ring import RingWriter, feed_ring
+from mps_trainer.transport.segment import Segment, new_header
+from mps_trainer.transport.semaphores import Doorbell, WakeUp
+from mps_trainer.transport.sweep import reclaim_orphans
+
+Backpressure = Literal["drop_oldest", "drop_newest", "block"]
+
+
+@dataclass(frozen=True)
+class SendResult:
+    """What became of one batch.
+
+    Attributes:
+        parts: records that the batch was split into.
+        parts_sent, rows_sent, nbytes: committed; `nbytes` counts payload.
+        rows_dropped: rows of this batch that found no room.
+        rows_evicted: rows of earlier batches that made room for it unread.
+    """
+
+    parts: int
+    parts_sent: int = 0
+    rows_sent: int = 0
+    rows_dropped: int = 0
+    rows_evicted: int = 0
+    nbytes: int = 0
+
+
+class OperatorChannel:
+    """One segment of shared memory from this process to the run's sidecar, whether that is there yet or not."""
+
+    def __init__(
+        self, segment: Segment, codec: Codec, bell: Doorbell, backpressure: Backpressure, block_timeout_s: float
+    ) -> None:
+        """Use `create`."""
+        self.name = segment.name
+        self.segment = segment
+        self.counters = ChannelCounters()
+        self._codec = codec
+        self._bell = bell
+        self._backpressure = backpressure
+        self._block_timeout_s = block_timeout_s
+        header = segment.header
+        self._space = WakeUp(names.space_name(header.run_id, header.index), create=True)
+        self._writer = RingWriter(feed_ring(segment))
+        self._inbox = ReplyInbox(segment, self.counters)
+        self._status = segment.words(layout.SIDECAR_WORDS, 4)
+        self._mirror = Mirror(segment, layout.OPERATOR_COUNTERS, self.counters)
+        self._mapped: Bytes = np.frombuffer(segment.memory, np.uint8)
+        self._max_rows = max_reply_rows(header.settings)
+        self._rows_in_slot = [0] * header.settings.num_slots
+        self._request_in_slot = [0] * header.settings.num_slots
+        self._sending = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        run_id: str,
+        columns: Sequence[Column],
+        settings: RingSettings,
+        *,
+        backpressure: Backpressure = "drop_oldest",
+        block_timeout_s: float = 0.05,
+    ) -> OperatorChannel:
+        """Make a channel for this process and ring for the sidecar.
+
+        Raises TransportError when /dev/shm has no room, ConfigError for impossible settings or columns.
+        """
+        description = schema.describe(columns)
+        header = new_header(run_id, settings, backpressure, description, schema.digest(description))
+        reclaim_orphans(run_id)
+        bell = Doorbell(run_id)
+        try:
+            segment = _create_segment(header)
+            try:
+                channel = cls(segment, Codec(columns), bell, backpressure, block_timeout_s)
+                segment.publish()
+            except BaseException:
+                segment.remove()
+                segment.close()
+                raise
+        except BaseException:
+            bell.close(unlink_if_alone=True)
+            raise
+        bell.ring_anyway()
+        return channel
+
+    def __enter__(self) -> OperatorChannel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, rows: Rows, *, request_id: int, want_scores: bool) -> SendResult:
+        """Send a batch, split by rows where it is larger than a slot. Back-pressure decides when there is no room.
+
+        Waits at most `block_timeout_s` in all (policy `block`, and a batch of more parts than slots), plus the
+        mutex's
+        limit if the sidecar is stopped in it. Thread-safe. Raises ExperienceError for rows that do not fit the
+        columns,
+        TransportError when one row is larger than a slot or when the sidecar has refused this channel.
+        """
+        measured = self._codec.measure(rows)
+        with self._sending:
+            self._check_open()
+            try:
+                ranges = self._codec.split(measured, self._writer.ring.capacity, self._max_rows)
+            except TransportError:
+                self.counters.oversize += 1
+                self._mirror.store()
+                raise
+            if want_scores:
+                self._inbox.expect(request_id, len(ranges), measured.num_rows)
+            first_seq = self._writer.next_seq
+            deadline = time.monotonic() + self._block_timeout_s
+            sent = rows_sent = nbytes = evicted = 0
+            for part, (start, stop) in enumerate(ranges):
+                slot, rows_evicted = self._find_slot(first_seq, deadline)
+                evicted += rows_evicted
+                size = self._send_part(slot, measured, (start, stop), (part, len(ranges)), request_id, want_scores)
+                if size:
+                    sent, rows_sent, nbytes = sent + 1, rows_sent + stop - start, nbytes + size
+            dropped = measured.num_rows - rows_sent
+            self._count(sent, rows_sent, nbytes, len(ranges), dropped)
+            if sent < len(ranges) and want_scores:
+                self._inbox.abandon(request_id)
+        return SendResult(len(ranges), sent, rows_sent, dropped, evicted, nbytes)
+
+    def receive_scores(self, request_id: int, timeout_s: float) -> Scores | None:
+        """Wait for the scores of a batch that was sent with `want_scores`.
+
+        Returns None when they are not there after `timeout_s`, when the sidecar is dead or not there yet, or
+        when a part of
+        the batch was dropped. Later replies to the request are then discarded. Blocks its thread; threads may wait
+        for different requests at once.
+        """
+        return self._inbox.receive(request_id, timeout_s)
+
+    def sidecar_alive(self) -> bool:
+        """Whether a sidecar is attached and its process lives, zombies not counted. Costs one system call."""
+        return self.segment.alive(LOCK_SIDECAR_LIFE)
+
+    def backlog(self) -> int:
+        """Records that are committed and not yet acknowledged."""
+        return self._writer.ring.num_slots - self._writer.ring.count(0)
+
+    def close(self) -> None:
+        """Close this end. Idempotent.
+
+        With a living sidecar the segment stays, for it to drain and remove; without one it is removed here.
+        """
+        with self._sending:
+            if self._closed:
+                return
+            self._closed = True
+            self._mirror.store()
+            self._inbox.close()
+            self._post_bell()
+            self.segment.remove()
+            self.segment.locks.close()
+            # Rung after the lock has dropped: the sidecar that wakes finds this operator gone.
+            self._bell.ring_anyway()
+            self._space.close()
+            self._bell.close(unlink_if_alone=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"channel {self.name} is closed", "create a new channel")
+        if self._status[0] == layout.STATUS_REFUSED:
+            raise TransportError(f"the sidecar refused {self.name}: {self._refusal()}", "start both from one config")
+
+    def _refusal(self) -> str:
+        raw = bytes(self.segment.memory[layout.REFUSAL : layout.REFUSAL + layout.REFUSAL_BYTES])
+        return raw.rstrip(b"\0").decode("utf-8", "replace")
+
+    def _find_slot(self, first_seq: int, deadline: float) -> tuple[int | None, int]:
+        """A free slot by the channel's policy, and how many rows were evicted for it."""
+        slot = self._writer.reserve()
+        if slot is not None or self._backpressure == "drop_newest":
+            return slot, 0
+        if self._backpressure == "drop_oldest":
+            victim = self._writer.evict(below=first_seq)
+            if victim is not None:
+                rows = self._rows_in_slot[victim[0]]
+                self.counters.dropped_oldest += 1
+                self.counters.rows_dropped_oldest += rows
+                self._inbox.abandon(self._request_in_slot[victim[0]])
+                return self._writer.reserve(), rows
+            if first_seq == self._writer.next_seq:
+                # Nothing can be evicted: the sidecar is reading every slot.
+                return self._writer.reserve(), 0
+        # Only parts of this very batch are in the way (or the policy is to wait): the sidecar may make room.
+        return self._wait_for_room(deadline), 0
+
+    def _wait_for_room(self, deadline: float) -> int | None:
+        started_ns = time.monotonic_ns()
+        slot = None
+        while slot is None and self.sidecar_alive():
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                break
+            self._space.wait(remaining_s)
+            slot = self._writer.reserve()
+        self.counters.blocked_ns += time.monotonic_ns() - started_ns
+        return slot
+
+    def _send_part(
+        self,
+        slot: int | None,
+        measured: Measured,
+        rows: tuple[int, int],
+        part: tuple[int, int],
+        request_id: int,
+        want_scores: bool,
+    ) -> int:
+        if slot is None:
+            return 0
+        start, stop = rows
+        message = self._codec.message(measured, start, stop)
+        at = self._writer.ring.offset(slot)
+        payload = self._mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + message.nbytes]
+        self._codec.write(measured, start, stop, message, payload)
+        seq = self._writer.next_seq
+        header = RecordHeader(
+            kind=KIND_BATCH,
+            seq=seq,
+            payload_bytes=message.nbytes,
+            request_id=request_id,
+            part=part[0],
+            parts=part[1],
+            first_row=start,
+            num_rows=stop - start,
+            want_scores=want_scores,
+            payload_crc=zlib.crc32(payload.data) if self.segment.header.settings.checksum else None,
+            sent_ns=time.monotonic_ns(),
+        )
+        self.segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self.segment.header.generation)
+        self._rows_in_slot[slot] = stop - start
+        self._request_in_slot[slot] = request_id
+        if not self._writer.commit(slot, seq):
+            return 0
+        self._post_bell()
+        return message.nbytes
+
+    def _post_bell(self) -> None:
+        inode = self._status[1]
+        if inode and inode != self._bell.inode:
+            # A successor of the sidecar had to make a new bell; the old one rings in an empty room.
+            bell = Doorbell(self.segment.header.run_id)
+            self._bell.close()
+            self._bell = bell
+        self._bell.post()
+
+    def _count(self, sent: int, rows_sent: int, nbytes: int, parts: int, rows_dropped: int) -> None:
+        c = self.counters
+        c.records_sent += sent
+        c.rows_sent += rows_sent
+        c.bytes_sent += nbytes
+        c.dropped_newest += parts - sent
+        c.rows_dropped_newest += rows_dropped
+        c.lock_timeouts = self._writer.ring.mutex.timeouts
+        self._mirror.store()
+
+
+def _create_segment(header: SegmentHeader) -> Segment:
+    try:
+        return Segment.create(header)
+    except TransportError:
+        # Unread records of dead operators are worth less than a living operator's channel.
+        if not reclaim_orphans(header.run_id, keep=0):
+            raise
+    return Segment.create(header)

@@ -1,0 +1,132 @@
+"""A record on loan from the ring, and what happens to views that outlive the loan.
+
+The arrays of `Delivery.batch` and the memoryview `Delivery.payload` all keep one array alive, the base of the lease
+(numpy and torch tensors made from them keep it too). `release` drops the lease's own references; when the base is
+then gone, no view is left and the slot goes back to the operator. When it is not, the slot is *not* given back, so the
+views keep showing the same record, and `release` raises: somebody kept a view without copying. The slot goes
+back by itself when the last view dies. So a view can cost a slot and an error, but never shows another record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import weakref
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mps_trainer.columns import PackedBatch
+from mps_trainer.errors import ExperienceError, TransportError
+from mps_trainer.transport.codec import Bytes
+from mps_trainer.transport.record import RecordHeader
+
+
+class Lessor(Protocol):
+    """Who lends the slot: the hub's side of one channel."""
+
+    def free(self, slot: int) -> None:
+        """Give the slot back to the operator: the record is acknowledged."""
+
+    def linger(self, slot: int) -> None:
+        """Count a slot whose views outlived their delivery."""
+
+    def retire(self, slot: int) -> None:
+        """The last view of a lingering slot has died. Runs inside the garbage collector: must only note it."""
+
+    def reply(self, header: RecordHeader, values: npt.NDArray[np.float32], model_version: int, sidecar_ns: int) -> bool:
+        """Send scores to the operator."""
+
+
+class Delivery:
+    """One record, leased. A context manager: leaving it releases.
+
+    Attributes:
+        header: which record this is; `header.request_id`, `part`, `parts`, `num_rows`, `want_scores`,
+        `sent_ns`, `channel`, `seq`.
+    """
+
+    def __init__(self, lessor: Lessor, slot: int, header: RecordHeader, base: Bytes, batch: PackedBatch) -> None:
+        self.header = header
+        self._lessor = lessor
+        self._slot = slot
+        self._base: weakref.ref[Bytes] = weakref.ref(base)
+        self._payload: memoryview | None = memoryview(base)  # type: ignore[arg-type]
+        self._batch: PackedBatch | None = batch
+        self._claimed_ns = time.monotonic_ns()
+        self._released = False
+
+    @property
+    def batch(self) -> PackedBatch:
+        """Read-only views of the ring. Copy what is needed after `release`; after it this raises TransportError."""
+        if self._batch is None:
+            raise self._gone()
+        return self._batch
+
+    @property
+    def payload(self) -> memoryview:
+        """The record's bytes, read-only: one Arrow record batch message. After `release` this raises TransportError."""
+        if self._payload is None:
+            raise self._gone()
+        return self._payload
+
+    def reply(self, values: npt.NDArray[Any], model_version: int) -> bool:
+        """Send the scores of this part's rows, float32 (num_rows,). May be called after `release`.
+
+        False when the operator is dead or stopped. Raises ExperienceError for another type or length.
+        """
+        if values.shape != (self.header.num_rows,) or values.dtype != np.float32:
+            raise ExperienceError(
+                f"reply of {values.dtype}{list(values.shape)} to {self.header.num_rows} rows", "reply one float32 a row"
+            )
+        return self._lessor.reply(self.header, values, model_version, time.monotonic_ns() - self._claimed_ns)
+
+    def release(self) -> None:
+        """Acknowledge the record and give its slot back. Idempotent.
+
+        Raises TransportError when a view of it is still alive; the slot then goes back when the last view dies.
+        """
+        if not self._release():
+            raise TransportError(
+                f"views of record {self.header.seq} of {self.header.channel} outlive its delivery",
+                "copy what you keep (numpy's copy(), torch's clone()) and drop or `del` the views before the release",
+            )
+
+    def __enter__(self) -> Delivery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The traceback of an error on its way keeps views alive; it must not be replaced by ours.
+        if error is None:
+            self.release()
+        else:
+            self._release()
+
+    def _release(self) -> bool:
+        if self._released:
+            return True
+        self._released = True
+        payload, self._payload, self._batch = self._payload, None, None
+        if payload is not None:
+            with contextlib.suppress(BufferError):
+                payload.release()
+            del payload
+        if self._base() is not None:
+            gc.collect()
+        base = self._base()
+        if base is None:
+            self._lessor.free(self._slot)
+            return True
+        self._lessor.linger(self._slot)
+        weakref.finalize(base, self._lessor.retire, self._slot).atexit = False
+        return False
+
+    def _gone(self) -> TransportError:
+        return TransportError(
+            f"record {self.header.seq} of {self.header.channel} was released", "copy what you need before the release"
+        )

@@ -1,0 +1,239 @@
+"""The sidecar's end of all channels of a run.
+
+wait      sleeps on the doorbell; unblocked by `OperatorChannel.send`, a new or closed channel, `wake`, or its
+          time limit
+receive   consumes the oldest ready record of all channels, produces a Delivery
+reap      removes channels whose operator is dead and whose records are all acknowledged
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from mps_trainer.columns import Column
+from mps_trainer.errors import CorruptRecordError, TransportError
+from mps_trainer.transport import layout, names, schema
+from mps_trainer.transport.attached import AttachedChannel
+from mps_trainer.transport.codec import Codec
+from mps_trainer.transport.counters import ChannelCounters, HubCounters, load_operator_counters
+from mps_trainer.transport.delivery import Delivery
+from mps_trainer.transport.segment import Segment, SideTakenError
+from mps_trainer.transport.semaphores import SLICE_S, Doorbell
+from mps_trainer.transport.sweep import remove_run
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Producer:
+    """An operator as the sidecar sees it.
+
+    Attributes:
+        name: of its channel.
+        pid: of its process, for messages only; `alive` is told by its lock.
+        alive: whether its process lives.
+        backlog: records sent and not yet acknowledged.
+        sent: its own counters, as it last stored them.
+        taken: the sidecar's counters of this channel.
+    """
+
+    name: str
+    pid: int
+    alive: bool
+    backlog: int
+    sent: ChannelCounters
+    taken: HubCounters
+
+
+class SidecarHub:
+    """Attaches to every channel of a run, now and later. One process per run can do so at a time."""
+
+    def __init__(self, run_id: str, columns: Sequence[Column], *, attach_timeout_s: float = 5.0) -> None:
+        """Open the doorbell and attach to the channels that are there.
+
+        A channel whose columns or version differ is refused, not fatal: its operator's next `send` raises,
+        `refused` says why.
+        Raises TransportError when another sidecar still holds a channel after `attach_timeout_s`.
+        """
+        self._run_id = names.check_run_id(run_id)
+        self._schema = schema.describe(columns)
+        self._codec = Codec(columns)
+        self._channels: dict[str, AttachedChannel] = {}
+        self.refused: dict[str, str] = {}
+        self._bell = Doorbell(run_id)
+        self._woken = False
+        self._closed = False
+        self._next_look = 0.0
+        try:
+            self._attach_all(attach_timeout_s)
+        except BaseException:
+            self.close(unlink=False)
+            raise
+
+    def __enter__(self) -> SidecarHub:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(unlink=False)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a record is ready, at most `timeout_s`. False when none is, also after `wake`. Never spins."""
+        deadline = time.monotonic() + timeout_s
+        while not self._woken:
+            self._tidy()
+            if any(c.reader.ring.oldest_ready() for c in self._channels.values()):
+                return True
+            self.find_new()
+            # The last look before sleeping is made under the rings' mutexes: see WakeUp.post.
+            if any([c.reader.any_ready() for c in self._channels.values()]):  # all of them, no shortcut
+                return True
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                break
+            self._bell.wait(min(remaining_s, SLICE_S))
+        self._woken = False
+        return False
+
+    def wake(self) -> None:
+        """Make a running or the next `wait` return; may be called from a signal handler or another thread."""
+        self._woken = True
+        self._bell.ring_anyway()
+
+    def receive(self) -> Delivery | None:
+        """Lease the oldest ready record of all channels, None when there is none.
+
+        Raises CorruptRecordError for a record that does not add up; it is skipped and counted, the next call goes on.
+        Raises TransportError when views that were kept hold every slot of a channel, since nothing could ever
+        arrive again.
+        """
+        self._tidy()
+        if time.monotonic() >= self._next_look:
+            self.find_new()
+        best, oldest = None, 2**63
+        for channel in self._channels.values():
+            since = channel.ready_since()
+            if since is not None and since < oldest:
+                best, oldest = channel, since
+        if best is not None:
+            return best.receive()
+        for channel in self._channels.values():
+            if channel.counters.lingering == channel.reader.ring.num_slots:
+                raise TransportError(
+                    f"views of released records hold all {channel.counters.lingering} slots of {channel.name}",
+                    "copy what you keep of a batch before its delivery is released",
+                )
+        return None
+
+    def find_new(self) -> None:
+        """Attach to channels that appeared since the last look; `wait` and `receive` do so by themselves."""
+        self._next_look = time.monotonic() + SLICE_S
+        if self._bell.removed:
+            self._bell.close()
+            self._bell = Doorbell(self._run_id)
+            for channel in self._channels.values():
+                channel.set_bell(self._bell.inode)
+        present = {names.segment_name(self._run_id, k) for k in names.segment_indices(self._run_id)}
+        for name in sorted(present - self._channels.keys() - self.refused.keys()):
+            self._attach(name)
+        for name in self.refused.keys() - present:
+            del self.refused[name]
+
+    def producers(self) -> list[Producer]:
+        """All attached channels, by name."""
+        return [
+            Producer(
+                name,
+                c.segment.header.pid,
+                c.operator_alive,
+                c.backlog,
+                load_operator_counters(c.segment, layout.OPERATOR_COUNTERS),
+                c.counters,
+            )
+            for name, c in sorted(self._channels.items())
+        ]
+
+    def segments(self) -> list[Segment]:
+        """The mapped segments; `address` and `nbytes` of each is what `cudaHostRegister` needs."""
+        return [channel.segment for channel in self._channels.values()]
+
+    def reap(self) -> int:
+        """Remove the channels whose operator is dead and that hold no record; returns how many."""
+        self._tidy()
+        done = [n for n, c in self._channels.items() if not c.operator_alive and c.backlog == 0]
+        for name in done:
+            self._channels.pop(name).close(remove=True)
+        return len(done)
+
+    def close(self, *, unlink: bool) -> None:
+        """Detach from all channels. Idempotent.
+
+        With `unlink` the run is over: channels without a living operator are removed, drained or not, and the
+        doorbell
+        if nobody else has it. Without it everything stays for a successor; records not released are delivered
+        again to it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._tidy()
+        for channel in self._channels.values():
+            channel.close(remove=unlink)
+        self._channels.clear()
+        self._bell.close(unlink_if_alone=unlink)
+        if unlink:
+            remove_run(self._run_id)
+
+    def _tidy(self) -> None:
+        for channel in self._channels.values():
+            channel.tidy()
+
+    def _attach_all(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.find_new()
+            taken = [name for name, why in self.refused.items() if why == _TAKEN]
+            if not taken:
+                return
+            if time.monotonic() >= deadline:
+                raise TransportError(
+                    f"another sidecar holds {', '.join(taken)}", "stop it first: one sidecar serves a run"
+                )
+            for name in taken:
+                del self.refused[name]
+            # A predecessor that is on its way out drops its locks when the kernel has torn it down; nobody can
+            # post that.
+            self._bell.wait(0.02)
+
+    def _attach(self, name: str) -> None:
+        try:
+            channel = AttachedChannel(name, self._codec, self._bell.inode, os.getpid())
+        except FileNotFoundError:
+            return
+        except CorruptRecordError as error:
+            # Perhaps its maker has not finished: it rings when it has, and we look again.
+            log.debug("not attached to %s: %s", name, error)
+            return
+        except SideTakenError:
+            self.refused[name] = _TAKEN
+            return
+        except TransportError as error:
+            self.refused[name] = str(error)
+            log.warning("refused %s: %s", name, error)
+            return
+        difference = schema.difference(channel.segment.header.schema, self._schema)
+        if difference:
+            self.refused[name] = difference
+            log.warning("refused %s: %s", name, difference)
+            channel.refuse(difference)
+            return
+        self._channels[name] = channel
+
+
+_TAKEN = "another sidecar holds it"

@@ -1,0 +1,187 @@
+"""A ring of slots between one writer and one reader: the protocol, and nothing of what the bytes mean.
+
+One 8-byte word per slot says all there is: `seq << 2 | state`. Every transition is one aligned store of that
+word under the ring's `ByteMutex`; payload and record header are written before and read after it, outside the mutex.
+
+    writer   FREE ----commit----> READY                     (payload and header are complete before)
+    writer   READY ---evict-----> FREE                      (policy drop_oldest)
+    reader   READY ---claim-----> READING                   (lowest seq first)
+    reader   READING -release---> FREE                      (acknowledged)
+    reader   READING -recover---> READY                     (a new reader, after the old one's life lock dropped)
+
+What a SIGKILL leaves, at any instruction: before the store the old state, after it the new one. A writer that dies
+before its commit leaves a FREE slot; a reader that dies before its release leaves READING, which its successor
+turns back into READY, so that the record is delivered again. Nobody can die holding the mutex, because the
+kernel drops it.
+
+Slots are reused lowest index first, which keeps the working set in the cache; order is carried by `seq`.
+"""
+
+from __future__ import annotations
+
+from mps_trainer.transport import layout
+from mps_trainer.transport.layout import RECORD_HEADER_BYTES
+from mps_trainer.transport.locks import ByteMutex
+from mps_trainer.transport.segment import Segment
+
+FREE, READY, READING = 0, 1, 2
+_STATE = 3
+
+
+class Ring:
+    """What writer and reader share: the words, the places of the slots, the mutex."""
+
+    def __init__(
+        self, segment: Segment, *, states: int, first_slot: int, num_slots: int, stride: int, slot_bytes: int,
+        lock: int,
+    ) -> None:  # fmt: skip
+        self.num_slots = num_slots
+        self.capacity = slot_bytes - RECORD_HEADER_BYTES
+        self.words = segment.words(states, num_slots)
+        self._first = first_slot
+        self._stride = stride
+        self.mutex = ByteMutex(segment.locks, lock)
+
+    def offset(self, slot: int) -> int:
+        """Where slot `slot` begins in the segment: its record header, then its payload."""
+        return self._first + slot * self._stride
+
+    def oldest_ready(self, below: int = 2**62) -> tuple[int, int] | None:
+        """(slot, seq) of the READY record with the lowest seq under `below`. Without the mutex only a hint."""
+        best, found = below, -1
+        for slot, word in enumerate(self.words.tolist()):
+            if word & _STATE == READY and word >> 2 < best:
+                best, found = word >> 2, slot
+        return (found, best) if found >= 0 else None
+
+    def count(self, state: int) -> int:
+        """How many slots are in `state`, as a snapshot."""
+        return sum(word & _STATE == state for word in self.words.tolist())
+
+
+class RingWriter:
+    """The writer's moves. Not thread-safe: its owner serialises."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.next_seq = 1 + max(word >> 2 for word in ring.words.tolist())
+        self._known_free: int | None = None
+
+    def reserve(self) -> int | None:
+        """The lowest FREE slot, or None when there is none or the reader is stuck in the mutex."""
+        if self._known_free is not None:
+            return self._known_free
+        if not self.ring.mutex.acquire():
+            return None
+        try:
+            self._find_free()
+        finally:
+            self.ring.mutex.release()
+        return self._known_free
+
+    def commit(self, slot: int, seq: int) -> bool:
+        """Make the slot READY; its header and payload are complete. False when the reader is stuck in the mutex."""
+        if not self.ring.mutex.acquire():
+            return False
+        try:
+            self.ring.words[slot] = seq << 2 | READY
+            # A slot seen FREE under the mutex stays FREE, as only we change that: the next reserve needs no lock.
+            self._find_free()
+        finally:
+            self.ring.mutex.release()
+        self.next_seq = seq + 1
+        return True
+
+    def evict(self, below: int) -> tuple[int, int] | None:
+        """Free the oldest READY record with a seq under `below`; (slot, seq) of what was dropped, or None."""
+        if not self.ring.mutex.acquire():
+            return None
+        try:
+            victim = self.ring.oldest_ready(below)
+            if victim is not None:
+                self.ring.words[victim[0]] = FREE
+            self._find_free()
+        finally:
+            self.ring.mutex.release()
+        return victim
+
+    def _find_free(self) -> None:
+        words = self.ring.words.tolist()
+        self._known_free = next((slot for slot, word in enumerate(words) if word & _STATE == FREE), None)
+
+
+class RingReader:
+    """The reader's moves. `release` may be called from any thread."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+
+    def claim(self) -> tuple[int, int] | None:
+        """Take the oldest READY record: (slot, seq). None when there is none or the writer is stuck in the mutex."""
+        if not self.ring.mutex.acquire():
+            return None
+        try:
+            found = self.ring.oldest_ready()
+            if found is not None:
+                self.ring.words[found[0]] = found[1] << 2 | READING
+        finally:
+            self.ring.mutex.release()
+        return found
+
+    def release(self, slot: int) -> bool:
+        """Give the slot back: its record is acknowledged. False when the writer is stuck in the mutex; try again."""
+        if not self.ring.mutex.acquire():
+            return False
+        try:
+            self.ring.words[slot] = FREE
+        finally:
+            self.ring.mutex.release()
+        return True
+
+    def any_ready(self) -> bool:
+        """Whether a record is READY, looked up under the mutex: the last look before sleeping."""
+        if not self.ring.mutex.acquire():
+            return False
+        try:
+            return self.ring.oldest_ready() is not None
+        finally:
+            self.ring.mutex.release()
+
+    def recover(self) -> int:
+        """Turn what a dead reader left READING back to READY, and words that mean nothing to FREE. Returns how many.
+
+        Only for the holder of the reader's life lock, before its first claim.
+        """
+        changed = 0
+        if not self.ring.mutex.acquire():
+            return -1
+        try:
+            for slot, word in enumerate(self.ring.words.tolist()):
+                if word & _STATE == READING:
+                    self.ring.words[slot] = word >> 2 << 2 | READY
+                elif word & _STATE == _STATE or (word & _STATE == FREE and word):
+                    self.ring.words[slot] = FREE
+                else:
+                    continue
+                changed += 1
+        finally:
+            self.ring.mutex.release()
+        return changed
+
+
+def feed_ring(segment: Segment) -> Ring:
+    """The ring from the operator to the sidecar."""
+    h = segment.header
+    return Ring(
+        segment, states=layout.FEED_STATES, first_slot=h.header_bytes, num_slots=h.settings.num_slots,
+        stride=h.feed_stride, slot_bytes=h.settings.slot_bytes, lock=layout.LOCK_FEED,
+    )  # fmt: skip
+
+
+def reply_ring(segment: Segment) -> Ring:
+    """The ring from the sidecar back to the operator."""
+    h = segment.header
+    return Ring(
+        segment, states=layout.REPLY_STATES, first_slot=h.reply_offset, num_slots=h.settings.reply_slots,
+        stride=h.reply_stride, slot_bytes=h.settings.reply_slot_bytes, lock=layout.LOCK_REPLY,
+    )  # fmt: skip

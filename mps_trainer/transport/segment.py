@@ -1,0 +1,238 @@
+"""A mapped segment of POSIX shared memory with the two locks that prove its users alive.
+
+    object         created by   attached by   removed by                               a SIGKILL leaves
+    segment        operator     sidecar       who holds both life locks (see `remove`)  the segment, both locks
+                   dropped
+    life locks     the kernel drops them with the process                              nothing
+    mapping        each side its own; unmapped by `close` when no view is left         nothing
+
+The mapping and the locks use two separate open files: a mapping keeps its file open in forked children too,
+and a child must not keep its parent's locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import posix_ipc
+
+from mps_trainer.errors import CorruptRecordError, TransportError
+from mps_trainer.transport import layout, names, semaphores
+from mps_trainer.transport.layout import LOCK_OPERATOR_LIFE, LOCK_SIDECAR_LIFE, SegmentHeader
+from mps_trainer.transport.locks import LockFile
+
+_MAX_INDEX = 1000
+
+
+class SideTakenError(TransportError):
+    """Another process holds this end of the segment."""
+
+
+class Segment:
+    """A segment, mapped read-write, and the file that holds this side's locks.
+
+    Attributes:
+        name: its POSIX name, "/mpst.<run>.<k>".
+        header: its static header, read and checked once; later changes of those bytes have no effect here.
+        locks: the lock file of this side.
+        address, nbytes: where the mapping begins in this process and how long it is, e.g. for `cudaHostRegister`.
+        memory: the mapping; `readonly` the same, for what is handed out.
+    """
+
+    def __init__(self, name: str, header: SegmentHeader, fd: int, locks: LockFile) -> None:
+        self.name = name
+        self.header = header
+        self.locks = locks
+        self.nbytes = header.segment_bytes
+        # Pages exist since the fallocate; populating them now keeps page faults out of the first batches.
+        self._map = mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memory = memoryview(self._map)
+        self.readonly = self.memory.toreadonly()
+        self.address = int(np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0])
+
+    @classmethod
+    def create(cls, header: SegmentHeader) -> Segment:
+        """Make the segment of `header` under the first free index. Its magic is not written yet: see `publish`.
+
+        Raises TransportError when /dev/shm has no room, with the numbers and what to change.
+        """
+        for index in range(_MAX_INDEX):
+            name = names.segment_name(header.run_id, index)
+            try:
+                shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+            except posix_ipc.ExistentialError:
+                continue
+            except (posix_ipc.Error, OSError) as error:
+                raise TransportError(f"cannot create {name}: {error}", "make /dev/shm writable") from error
+            with contextlib.ExitStack() as undo:
+                undo.callback(posix_ipc.unlink_shared_memory, name)
+                try:
+                    locks = _lock_file(name, shared.fd)
+                    undo.callback(locks.close)
+                    if not locks.try_lock(LOCK_OPERATOR_LIFE):
+                        raise TransportError(f"{name} was taken while it was made", "try again")
+                    _reserve(shared.fd, header, names.SHM_DIR)
+                    segment = cls(name, replace(header, index=index), shared.fd, locks)
+                finally:
+                    shared.close_fd()
+                undo.pop_all()
+                return segment
+        raise TransportError(f"run {header.run_id} has {_MAX_INDEX} channels", "run `mps-trainer down`")
+
+    def publish(self) -> None:
+        """Write the schema, then the header, then the magic: from now on others may attach."""
+        schema, static = self.header.schema, self.header.pack()
+        self.memory[layout.SCHEMA : layout.SCHEMA + len(schema)] = schema
+        self.memory[8 : len(static)] = static[8:]
+        # Another lock and unlock orders the magic behind what it stands for; an attaching peer checks the CRC anyway.
+        self.locks.try_lock(layout.LOCK_FEED)
+        self.locks.unlock(layout.LOCK_FEED)
+        self.memory[0:8] = static[:8]
+
+    @classmethod
+    def attach(cls, name: str, life: int) -> Segment:
+        """Map an existing segment and take the life lock `life` of its side.
+
+        Raises TransportError when it is not ours, of another version, or its side is taken; CorruptRecordError
+        when its header does not add up; FileNotFoundError when it is gone.
+        """
+        fd, locks = open_checked(name)
+        try:
+            if not locks.try_lock(life):
+                raise SideTakenError(
+                    f"{name} already has a process at this end", "stop the other sidecar of this run first"
+                )
+            if os.fstat(fd).st_nlink == 0:
+                raise FileNotFoundError(name)
+            return cls(name, read_header(fd), fd, locks)
+        except BaseException:
+            locks.close()
+            raise
+        finally:
+            os.close(fd)
+
+    def words(self, offset: int, count: int) -> memoryview:
+        """`count` 8-byte words at `offset`. Reading or writing one is one aligned machine instruction, never torn."""
+        return self.memory[offset : offset + 8 * count].cast("Q")
+
+    def alive(self, life: int) -> bool:
+        """Whether the process at the other end holds its life lock."""
+        return self.locks.held_elsewhere(life)
+
+    def remove(self) -> bool:
+        """Remove the segment and its semaphores if nobody else uses them; True when they are gone afterwards."""
+        return remove(self.name, self.header.run_id, self.header.index, self.locks)
+
+    def close(self) -> None:
+        """Drop the locks and, when no view is left, the mapping. Idempotent; the segment itself stays."""
+        self.locks.close()
+        with contextlib.suppress(BufferError):
+            # With a view alive the mapping must stay: unmapped memory under an array is a crash.
+            self.readonly.release()
+            self.memory.release()
+            self._map.close()
+
+
+def new_header(run_id: str, settings: layout.RingSettings, policy: str, schema: bytes, digest: bytes) -> SegmentHeader:
+    """The header of a new segment made by this process; its index is chosen by `Segment.create`."""
+    return SegmentHeader(
+        run_id=names.check_run_id(run_id),
+        index=0,
+        generation=secrets.randbits(63) | 1,
+        settings=settings,
+        policy=policy,
+        uid=os.geteuid(),
+        pid=os.getpid(),
+        pid_start=process_start(os.getpid()),
+        created_ns=time.time_ns(),
+        schema_hash=digest,
+        schema=schema,
+    )
+
+
+def process_start(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; with the PID it names a process for good. 0 when unknown."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def open_checked(name: str) -> tuple[int, LockFile]:
+    """Open a segment twice, for mapping and for locks, after checking that it is a private file of this user."""
+    try:
+        shared = posix_ipc.SharedMemory(name)
+    except posix_ipc.ExistentialError as error:
+        raise FileNotFoundError(name) from error
+    except (posix_ipc.Error, OSError, ValueError) as error:
+        raise TransportError(f"cannot open {name}: {error}", f"remove {names.SHM_DIR}{name}") from error
+    try:
+        names.check_private_file(os.fstat(shared.fd), f"{names.SHM_DIR}{name}")
+        return os.dup(shared.fd), _lock_file(name, shared.fd)
+    finally:
+        shared.close_fd()
+
+
+def read_header(fd: int) -> SegmentHeader:
+    """Read and check the header by `pread`, which cannot fault however short the file is."""
+    size = os.fstat(fd).st_size
+    raw = os.pread(fd, 16, 0)
+    layout.read_version(raw)
+    header_bytes = int.from_bytes(raw[12:16], "little")
+    if not layout.PAGE <= header_bytes <= 64 * layout.PAGE:
+        raise CorruptRecordError(f"the header of the channel claims {header_bytes} bytes")
+    return layout.unpack_header(os.pread(fd, header_bytes, 0), size)
+
+
+def remove(name: str, run_id: str, index: int, locks: LockFile) -> bool:
+    """Unlink a segment whose two life locks can be had, semaphores first, so that its name protects theirs.
+
+    `locks` stays open and keeps both locks: a process that opened the file meanwhile finds them taken, then
+    `st_nlink` 0.
+    """
+    if not (locks.try_lock(LOCK_OPERATOR_LIFE) and locks.try_lock(LOCK_SIDECAR_LIFE)):
+        return False
+    if os.fstat(locks.fd).st_nlink == 0:
+        return True
+    for semaphore in (names.space_name(run_id, index), names.reply_name(run_id, index)):
+        semaphores.remove_semaphore(semaphore)
+    posix_ipc.unlink_shared_memory(name)
+    return True
+
+
+def _lock_file(name: str, fd: int) -> LockFile:
+    # A second open file, not a second descriptor of the first one: the mapping shares the first with forked children.
+    second = posix_ipc.SharedMemory(name)
+    try:
+        if not os.path.sameopenfile(second.fd, fd):
+            raise FileNotFoundError(name)
+        return LockFile(os.dup(second.fd))
+    finally:
+        second.close_fd()
+
+
+def _reserve(fd: int, header: SegmentHeader, where: str) -> None:
+    # ftruncate would succeed on a full tmpfs and the first write would be a SIGBUS.
+    try:
+        os.posix_fallocate(fd, 0, header.segment_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT):
+            raise
+        room = os.statvfs(where)
+        s = header.settings
+        raise TransportError(
+            f"{where} has {room.f_bavail * room.f_frsize / 2**20:.1f} MiB free, this channel needs "
+            f"{header.segment_bytes / 2**20:.1f} MiB (ring_slots={s.num_slots} x ring_slot={s.slot_bytes} bytes, "
+            f"and {s.reply_slots} replies): {error.strerror}",
+            "lower ring_slots or ring_slot, give the container more (docker --shm-size=1g; Kubernetes: an emptyDir "
+            "with medium Memory on /dev/shm), or remove leftovers with `mps-trainer down`",
+        ) from error
