@@ -1,0 +1,3 @@
+"""Stand-in: a name for annotations."""
+
+MultiModalDataDict = dict
