@@ -140,7 +140,7 @@ class Feeder:
             "fed": sent.rows_sent,
             "dropped_full": sent.rows_dropped,
             "fed_bytes": sent.nbytes,
-            "dropped_oldest_total": channel.counters.dropped_oldest,
+            "evicted": sent.rows_evicted,
         }
         if not want_scores:
             return

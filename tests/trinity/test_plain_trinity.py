@@ -33,5 +33,5 @@ def test_a_failed_run_is_noticed(trinity_run: TrinityRun) -> None:
         outcome = trinity_run.run(config)
     assert outcome.returncode == 0, "Trinity now tells failures by its exit status: simplify the harness"
     assert outcome.error_lines() or "no.such" in outcome.output
-    with pytest.raises(Exception, match="no such table|unable to open"):
+    with pytest.raises(Exception, match=r"no such table|unable to open"):
         outcome.rows()

@@ -1,0 +1,119 @@
+"""The run survives, and leaves what the table of lifetimes says: real processes, really killed."""
+
+from __future__ import annotations
+
+import pytest
+from aux_runs import (
+    MPS_RUN,
+    alive,
+    command,
+    kill,
+    lines,
+    metric,
+    operator,
+    run_file,
+    run_folder,
+    shared_memory_of,
+    sidecar_pid,
+    supervisor_pid,
+    up,
+    wait_for,
+)
+from trinity_harness import TrinityRun
+
+from mps_trainer.run import State, Status
+
+STEPS, TASKS, REPEATS = 8, 8, 8
+BATCH = TASKS * REPEATS
+
+
+@pytest.fixture
+def config(trinity_run: TrinityRun):
+    return trinity_run.write_config(
+        "explore",
+        operators=[operator(use="filter", filter={"value": 0.1}, min_version=1, checkpoint_every=4, idle_timeout="3s")],
+        steps=STEPS,
+        tasks=TASKS,
+        repeats=REPEATS,
+    )
+
+
+def test_no_sidecar_at_all(trinity_run: TrinityRun, config) -> None:
+    with trinity_run.engine(config):
+        outcome = trinity_run.run(config)
+    assert not outcome.error_lines(), outcome.report()
+    assert len(outcome.rows()) == STEPS * BATCH, "an absent sidecar must not cost an experience"
+    assert metric(outcome, "connected") == [0.0] * STEPS
+    assert metric(outcome, "kept") == [float(BATCH)] * STEPS
+
+
+def test_a_killed_sidecar_is_restarted_and_goes_on(trinity_run: TrinityRun, config) -> None:
+    with trinity_run.engine(config), trinity_run.start(config, MPS_RUN) as running:
+        running.wait_for_rows(3 * BATCH // 2, 120)
+        kill(sidecar_pid(config))
+        outcome = running.wait(180)
+    assert outcome.returncode == 0, outcome.report()
+    status = Status.load(run_folder(config))
+    assert status.restarts == 1
+    assert status.resumed_from is not None
+    assert status.state is State.STOPPED
+    # Nothing that had reached the ring or the journal is lost: the sidecar has seen every experience that was fed.
+    fed = sum(line.get("fed", 0) for line in lines(run_folder(config) / "operator.jsonl"))
+    assert status.experiences - status.duplicates == fed == STEPS * BATCH
+    assert max(metric(outcome, "sidecar_restarts")) == 1
+    assert shared_memory_of(config) == []
+
+
+def test_a_killed_driver_leaves_nothing(trinity_run: TrinityRun, config) -> None:
+    """`mps-trainer run` is killed: Trinity, sidecar and supervisor end within seconds."""
+    with trinity_run.engine(config), trinity_run.start(config, MPS_RUN) as running:
+        running.wait_for_rows(BATCH, 120)
+        pids = [sidecar_pid(config), supervisor_pid(config)]
+        kill(running.process.pid)
+        for pid in pids:
+            wait_for("the end of the sidecar and its supervisor", lambda pid=pid: not alive(pid), 20)
+    assert Status.load(run_folder(config)).state is State.STOPPED
+    assert shared_memory_of(config) == []
+    assert not run_file(trinity_run.environment, config).exists()
+
+
+def test_after_up_a_killed_driver_leaves_the_sidecar_until_it_idles(trinity_run: TrinityRun, config) -> None:
+    derived = up(trinity_run, config)
+    pid, parent = sidecar_pid(config), supervisor_pid(config)
+    with trinity_run.engine(config), trinity_run.start(derived) as running:
+        wait_for("the first batch", lambda: Status.load(run_folder(config)).experiences >= BATCH, 120)
+        kill(running.process.pid)
+        running.process.wait(10)
+        assert alive(pid), "a sidecar that `up` started outlives the driver"
+        wait_for("the idle sidecar's end", lambda: not alive(pid) and not alive(parent), 30)
+    assert Status.load(run_folder(config)).state is State.STOPPED
+    assert shared_memory_of(config) == []
+    assert list((run_folder(config) / "checkpoints").glob("step-*")), "what was learnt is saved"
+
+
+def test_a_killed_supervisor_leaves_nothing_and_trinity_finishes(trinity_run: TrinityRun, config) -> None:
+    derived = up(trinity_run, config)
+    pid = sidecar_pid(config)
+    with trinity_run.engine(config), trinity_run.start(derived) as running:
+        wait_for("the first batch", lambda: Status.load(run_folder(config)).experiences >= BATCH, 120)
+        kill(supervisor_pid(config))
+        wait_for("the sidecar's end", lambda: not alive(pid), 20)
+        outcome = running.wait(180)
+    assert not outcome.error_lines(), outcome.report()
+    assert metric(outcome, "connected")[-1] == 0.0
+    assert metric(outcome, "kept")[-1] == BATCH
+    assert shared_memory_of(config) == []
+    assert not run_file(trinity_run.environment, config).exists()
+
+
+def test_down_ends_everything(trinity_run: TrinityRun, config) -> None:
+    up(trinity_run, config)
+    pids = [sidecar_pid(config), supervisor_pid(config)]
+    again = command(trinity_run, "up", str(config))
+    assert again.returncode == 2
+    assert "already" in again.stderr
+    answer = command(trinity_run, "down", str(config))
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert not any(alive(pid) for pid in pids)
+    assert shared_memory_of(config) == []
+    assert Status.load(run_folder(config)).state is State.STOPPED
