@@ -1,0 +1,225 @@
+"""Our own MPS control daemon: one per run, started and ended with it, asked one question at a time.
+
+    start > [server starts with the first client] > servers, clients, status > quit
+
+The daemon is known by its PID with its start time. Questions go through the `nvidia-cuda-mps-control` binary, which
+reads a command from its input; they are serialised, since concurrent ones fail at times, and bounded, since
+one may hang.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mps_trainer.errors import PlacementError
+from mps_trainer.mps.environment import daemon_env
+from mps_trainer.mps.folder import MpsFolder
+from mps_trainer.mps.process import ProcessIdentity
+from mps_trainer.run import try_hold
+
+CONTROL_BINARY = "nvidia-cuda-mps-control"
+_PID_FILE = "nvidia-cuda-mps-control.pid"
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class MpsClient:
+    """A process that works through a server of the daemon.
+
+    Attributes:
+        pid: the client's PID as the daemon's PID namespace sees it.
+        server_pid: the `nvidia-cuda-mps-server` process.
+        device: the GPU's UUID, possibly shortened by the daemon.
+        command: what it runs, as the daemon shows it.
+    """
+
+    pid: int
+    server_pid: int
+    device: str
+    command: str
+
+
+class MpsDaemon:
+    """The daemon of one `MpsFolder`.
+
+    A second object on the same folder talks to the same daemon: `up` starts it, the supervisor and `doctor` ask it.
+    """
+
+    def __init__(self, folder: MpsFolder, binary: str = CONTROL_BINARY) -> None:
+        self.folder = folder
+        self._binary = binary
+
+    def find(self) -> ProcessIdentity | None:
+        """The running daemon; None when it has not started or has ended."""
+        try:
+            text = (self.folder.pipe_dir / _PID_FILE).read_text().strip()
+        except FileNotFoundError:
+            return None
+        found = ProcessIdentity.of(int(text)) if text.isdigit() else None
+        # The file outlives a killed daemon, and its PID may be somebody else's by now.
+        if found is None or self._binary.rpartition("/")[2] not in _command_line(found.pid):
+            return None
+        return found if found.is_running else None
+
+    def start(self, timeout_s: float = 10.0) -> ProcessIdentity:
+        """Start the daemon and wait until it answers.
+
+        Raises:
+            PlacementError: no control binary, a path that is too long, a daemon that is there already, or one that
+                does not answer; the message carries the end of control.log.
+        """
+        if shutil.which(self._binary) is None:
+            raise PlacementError(
+                f"{self._binary} is not on the PATH",
+                "install the driver's MPS tools (package nvidia-compute-utils), or set mps: off",
+            )
+        self.folder.make()
+        if self.find() is not None:
+            raise PlacementError(f"an MPS daemon runs in {self.folder.pipe_dir} already", "run `mps-trainer down`")
+        done = subprocess.run(
+            [self._binary, "-d"],
+            env=self._env(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if done.returncode or not _wait_for(lambda: self.find() is not None, timeout_s):
+            said = (done.stdout + done.stderr).strip()
+            raise PlacementError(
+                f"the MPS daemon did not start (status {done.returncode}): {said}\n{self.log_tail('control')}",
+                "run `mps-trainer doctor`; a container needs the driver's MPS tools and a local /tmp",
+            )
+        self.ask("get_server_list", timeout_s)
+        found = self.find()
+        if found is None:
+            raise PlacementError(
+                f"the MPS daemon ended at once\n{self.log_tail('control')}", "run `mps-trainer doctor`"
+            )
+        return found
+
+    def ask(self, command: str, timeout_s: float = 5.0) -> str:
+        """Send one command and return what the daemon prints.
+
+        Raises:
+            PlacementError: no answer within `timeout_s`, or the daemon is gone.
+        """
+        deadline = time.monotonic() + timeout_s
+        lock = try_hold(self.folder.control_lock, f"pid {os.getpid()}: {command}")
+        while lock is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            lock = try_hold(self.folder.control_lock, f"pid {os.getpid()}: {command}")
+        if lock is None:
+            raise PlacementError(
+                f"another question to the MPS daemon took over {timeout_s:.0f} s", "try again; see `mps-trainer doctor`"
+            )
+        with lock:
+            return self._ask(command, max(0.5, deadline - time.monotonic()))
+
+    def servers(self) -> list[int]:
+        """PIDs of the daemon's servers: none before the first client, at most one for one user."""
+        return [int(word) for word in self.ask("get_server_list").split() if word.isdigit()]
+
+    def server_status(self, server_pid: int) -> str:
+        """ACTIVE, FAULT, INITIALIZING, or what else the daemon says."""
+        return self.ask(f"get_server_status {server_pid}").strip()
+
+    def clients(self) -> list[MpsClient]:
+        """Every process that works through this daemon now."""
+        return parse_clients(self.ask("ps"))
+
+    def is_client(self, pid: int) -> bool:
+        """Whether `pid` is a client now: the proof that a process joined."""
+        return any(client.pid == pid for client in self.clients())
+
+    def quit(self, timeout_s: float = 10.0, *, force_after_s: int | None = None) -> bool:
+        """End the daemon and its servers and delete the folder; whether it ended within `timeout_s`.
+
+        Without `force_after_s` a server goes on until its last client has ended. Forcing is only for clients that
+        are known to be idle or dead: what a busy one has queued may take its neighbours along.
+        """
+        found = self.find()
+        if found is not None:
+            words = "quit" if force_after_s is None else f"quit -t {force_after_s}"
+            try:
+                self.ask(words, timeout_s)
+            except PlacementError:
+                if found.is_running:
+                    return False
+            if not found.wait(timeout_s):
+                return False
+        self.folder.remove()
+        return True
+
+    def log_tail(self, name: str, num_lines: int = 20) -> str:
+        """The last lines of control.log or server.log; empty when there is none."""
+        try:
+            text = (self.folder.log_dir / f"{name}.log").read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.splitlines()[-num_lines:])
+
+    def _ask(self, command: str, timeout_s: float) -> str:
+        try:
+            done = subprocess.run(
+                [self._binary],
+                env=self._env(),
+                input=command + "\n",
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise PlacementError(
+                f"the MPS daemon did not answer {command!r} within {timeout_s:.1f} s",
+                "its server may hang: `mps-trainer down`, then start again",
+            ) from None
+        if done.returncode:
+            said = (done.stdout + done.stderr).strip()
+            raise PlacementError(
+                f"the MPS daemon in {self.folder.pipe_dir} refused {command!r}: {said}",
+                "it may have ended: `mps-trainer status` tells",
+            )
+        return done.stdout
+
+    def _env(self) -> dict[str, str]:
+        return daemon_env(os.environ, self.folder.pipe_dir, self.folder.log_dir)
+
+
+def parse_clients(text: str) -> list[MpsClient]:
+    """Clients from the daemon's `ps`, a table with a heading. Lines that are none are skipped."""
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    heading = next((i for i, words in enumerate(lines) if {"PID", "SERVER", "DEVICE"} <= set(words)), None)
+    if heading is None:
+        return []
+    at = {name: i for i, name in enumerate(lines[heading])}
+    rows = [words for words in lines[heading + 1 :] if len(words) >= len(at) - 1 and words[at["PID"]].isdigit()]
+    return [
+        MpsClient(int(words[at["PID"]]), int(words[at["SERVER"]]), words[at["DEVICE"]], words[at.get("COMMAND", -1)])
+        for words in rows
+    ]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
+    # The daemon detaches itself and has no way to tell that it is up; only asking tells.
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,81 @@
+"""Where one run keeps what belongs to MPS: `<state folder>/mps/<run_id>/`.
+
+pipe/           the daemon's sockets and PID file (CUDA_MPS_PIPE_DIRECTORY)
+log/            control.log and server.log (CUDA_MPS_LOG_DIRECTORY)
+control.lock    serialises questions to the daemon
+summons         the socket on which a vLLM engine asks whether it shall join
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mps_trainer.errors import PlacementError
+from mps_trainer.run import STATE_DIR_VARIABLE, state_dir
+
+# sun_path holds 108 bytes with its final zero; the daemon's longest socket name is "control_privileged".
+MAX_SOCKET_PATH = 107
+_LONGEST_SOCKET = "control_privileged"
+
+
+@dataclass(frozen=True)
+class MpsFolder:
+    """The paths of one run's MPS daemon. Nothing is made before `make`."""
+
+    path: Path
+
+    @property
+    def pipe_dir(self) -> Path:
+        """What daemon and clients find each other by."""
+        return self.path / "pipe"
+
+    @property
+    def log_dir(self) -> Path:
+        """Where control.log and server.log go."""
+        return self.path / "log"
+
+    @property
+    def control_lock(self) -> Path:
+        """Held while a question is put to the daemon."""
+        return self.path / "control.lock"
+
+    @property
+    def summons_socket(self) -> Path:
+        """Where engines of the run announce themselves."""
+        return self.path / "summons"
+
+    @property
+    def longest_socket_path(self) -> int:
+        """Bytes of the longest socket path in the folder."""
+        return len(str(self.pipe_dir / _LONGEST_SOCKET).encode())
+
+    def make(self) -> None:
+        """Create the folders, 0700; PlacementError when a socket path would be too long."""
+        if self.longest_socket_path > MAX_SOCKET_PATH:
+            raise PlacementError(
+                f"the MPS pipe directory {self.pipe_dir} is too long: a socket in it needs "
+                f"{self.longest_socket_path} bytes, Linux allows {MAX_SOCKET_PATH}",
+                f"set {STATE_DIR_VARIABLE} to a short local folder, such as /tmp/mt",
+            )
+        for path in (self.path.parent, self.path, self.pipe_dir, self.log_dir):
+            path.mkdir(mode=0o700, exist_ok=True)
+
+    def remove(self) -> None:
+        """Delete the folder. Only for a daemon that has ended."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def mps_folder(run_id: str) -> MpsFolder:
+    """The folder of the run `run_id`."""
+    return MpsFolder(state_dir() / "mps" / run_id)
+
+
+def all_mps_folders() -> Iterator[tuple[str, MpsFolder]]:
+    """(run id, folder) of every run of this user that has left one."""
+    root = state_dir() / "mps"
+    if root.is_dir():
+        for path in sorted(root.iterdir()):
+            yield path.name, MpsFolder(path)

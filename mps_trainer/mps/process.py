@@ -1,0 +1,116 @@
+"""Processes by identity: a PID alone is reused, a PID with its start time is not."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DRAIN_S = 2.5
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """One process of this boot.
+
+    Attributes:
+        pid: its PID, as this process's PID namespace sees it.
+        start_ticks: its start in clock ticks since boot (field 22 of /proc/<pid>/stat).
+    """
+
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """The process that has `pid` now; None when there is none."""
+        fields = _stat_fields(pid)
+        return None if fields is None else cls(pid, int(fields[19]))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it still exists and is no zombie."""
+        fields = _stat_fields(self.pid)
+        return fields is not None and int(fields[19]) == self.start_ticks and fields[0] not in ("Z", "X")
+
+    @property
+    def state(self) -> str:
+        """One letter of /proc: R running, S sleeping, T stopped, D in the kernel, Z zombie; "" when it is gone."""
+        fields = _stat_fields(self.pid)
+        return fields[0] if fields is not None and int(fields[19]) == self.start_ticks else ""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended, at most `timeout_s`; whether it has."""
+        descriptor = self._open()
+        if descriptor is None:
+            return True
+        try:
+            return bool(select.select([descriptor], [], [], timeout_s)[0])
+        finally:
+            os.close(descriptor)
+
+    def send(self, signal_number: int) -> bool:
+        """Send a signal to exactly this process; False when it is gone."""
+        descriptor = self._open()
+        if descriptor is None:
+            return False
+        try:
+            signal.pidfd_send_signal(descriptor, signal_number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def kill_drained(self, drain_s: float = DRAIN_S) -> bool:
+        """Stop it, give the GPU `drain_s` seconds to finish what it has queued, then kill it.
+
+        A client of MPS that is killed with much work queued takes the clients beside it along; a stopped one
+        queues nothing more. False when it was gone already.
+        """
+        if not self.send(signal.SIGSTOP):
+            return False
+        self.wait(drain_s)
+        return self.send(signal.SIGKILL)
+
+    def _open(self) -> int | None:
+        # The descriptor pins the process; the start time is compared after it is pinned, so no reuse can slip in.
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        if self.is_running:
+            return descriptor
+        os.close(descriptor)
+        return None
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """The PIDs above `pid`, nearest first, up to init."""
+    seen = {pid}
+    while True:
+        fields = _stat_fields(pid)
+        if fields is None:
+            return
+        pid = int(fields[1])
+        if pid <= 0 or pid in seen:
+            return
+        seen.add(pid)
+        yield pid
+
+
+def is_descendant(pid: int, ancestor: int) -> bool:
+    """Whether `pid` is `ancestor` or was started by it, directly or not."""
+    return pid == ancestor or ancestor in ancestors(pid)
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    # The command name stands in parentheses and may hold spaces and parentheses itself.
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text[text.rindex(")") + 2 :].split()

@@ -1,0 +1,47 @@
+"""The few calls of the CUDA driver that PyTorch has no name for."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+from mps_trainer.errors import PlacementError
+
+CUDA_SUCCESS = 0
+CUDA_ERROR_OUT_OF_MEMORY = 2
+
+
+@lru_cache(maxsize=1)
+def _libcuda() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise PlacementError(f"the CUDA driver is not here: {error}", "install it, or use device: cpu") from None
+
+
+def allocate_raw(num_bytes: int) -> int | None:
+    """Device memory outside PyTorch's allocator, in the current context: its address, or None when refused."""
+    address = ctypes.c_uint64()
+    status = _libcuda().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes))
+    if status == CUDA_ERROR_OUT_OF_MEMORY:
+        return None
+    if status != CUDA_SUCCESS:
+        raise PlacementError(f"cuMemAlloc of {num_bytes} bytes failed with CUDA error {status}", "see sidecar.log")
+    return address.value
+
+
+def free_raw(address: int) -> None:
+    """Give back what `allocate_raw` gave."""
+    _libcuda().cuMemFree_v2(ctypes.c_uint64(address))
+
+
+def memory_info() -> tuple[int, int]:
+    """(free, total) bytes of the current context's device.
+
+    Under an MPS limit `free` is what is left of the limit, and `total` is still the whole GPU.
+    """
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    status = _libcuda().cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    if status != CUDA_SUCCESS:
+        raise PlacementError(f"cuMemGetInfo failed with CUDA error {status}", "see sidecar.log")
+    return free.value, total.value
