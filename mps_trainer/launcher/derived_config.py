@@ -75,7 +75,7 @@ def derive(config: TrinityConfig, *, run_file: Path, one_gpu: bool) -> DerivedCo
     shape = one_gpu and config.mode != "colocate" and not config.has_cluster_shape
     try:
         tree = yaml_edit.load(original)
-        edits = _top_edits(original, tree, config, shape) + [_run_file_edit(original, tree, config, run_file)]
+        edits = [*_top_edits(original, tree, config, shape), _run_file_edit(original, tree, config, run_file)]
         body = yaml_edit.apply(original, edits)
         changed_as_meant = yaml_edit.plain(body) == _wanted(original, config, run_file, shape)
     except (CannotEditError, YAMLError) as error:

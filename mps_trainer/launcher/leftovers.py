@@ -1,16 +1,21 @@
 """What dead runs left: files in the state folder and names in /dev/shm, found and removed by rule.
 
-A thing is left over only if it is ours (our uid), its run's locks are free, no process holds a lock on it and no
-process that we can see has it mapped. So a run that lives under another state folder keeps what it has.
+The rule is the locks: a run's files are left over when its locks are free, a segment when both ends' life locks are
+free, a doorbell when nobody has it open, a channel's semaphores with their segment or a minute after it. A lock that
+is held overrules everything, so a run that lives under another state folder keeps what it has.
 
-The transport package names its objects `mpst.<run id>.*` and `sem.mpst.<run id>.*`; this module reads the names
-without it, so that a supervisor stays small.
+`mps_trainer.transport` has the same rules; they are here once more, for names only, because the transport brings
+pyarrow, and a supervisor has to stay small.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +23,14 @@ from pathlib import Path
 from mps_trainer.run import RunPaths, is_held, is_run_alive, run_paths, state_dir
 
 SHM = Path("/dev/shm")
-_NAME = re.compile(r"(?:sem\.)?mpst\.(?P<run_id>[0-9a-f]{8})(?:\..*)?")
+_NAME = re.compile(
+    r"mpst\.(?P<segment_of>[A-Za-z0-9][\w-]{0,23})\.(?P<index>\d{1,4})"
+    r"|sem\.mpst\.(?P<bell_of>[A-Za-z0-9][\w-]{0,23})\.bell"
+    r"|sem\.mpst\.(?P<semaphore_of>[A-Za-z0-9][\w-]{0,23})\.(?P<channel>\d{1,4})\.[rs]",
+    re.ASCII,
+)
+_LONE_SEMAPHORE_SECONDS = 60.0  # younger than this, an operator may just be making its channel
+_WHOLE_FILE = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -30,43 +42,44 @@ class Leftover:
     num_bytes: int
 
 
-def shm_names(run_id: str) -> list[Path]:
-    """Segments and semaphores of one run in /dev/shm."""
-    return [path for path, owner in _named(SHM) if owner == run_id]
+@dataclass(frozen=True)
+class _ShmObject:
+    run_id: str
+    path: Path
+    channel: str = ""  # of a semaphore: the index of its segment
+
+    @property
+    def segment(self) -> Path:
+        return SHM / f"mpst.{self.run_id}.{self.channel}"
 
 
 def remove_run(paths: RunPaths, run_id: str) -> None:
-    """Remove what a run leaves on its end; the run folder with its results stays."""
-    for path in shm_names(run_id):
-        path.unlink(missing_ok=True)
+    """Remove what a run leaves on its end; what an operator still holds stays for that operator to remove."""
+    for item in _shm_objects():
+        if item.run_id == run_id:
+            _remove_shm(item)
     paths.remove()
 
 
 def find_leftovers() -> list[Leftover]:
     """Everything of this user that belongs to dead runs."""
-    found = [_leftover(path.stem.partition(".")[0], path) for path in _dead_state_files()]
-    orphans = [(path, run_id) for path, run_id in _named(SHM) if not is_run_alive(run_id)]
-    if orphans:
-        mapped = _mapped_names()
-        found += [
-            _leftover(run_id, path) for path, run_id in orphans if str(path) not in mapped and not is_held(path)
-        ]
-    return [item for item in found if item is not None]
+    state_files = [Leftover(path.name.partition(".")[0], path, path.lstat().st_size) for path in _dead_state_files()]
+    return state_files + [
+        Leftover(item.run_id, item.path, _size(item.path))
+        for item in _shm_objects()
+        if not is_run_alive(item.run_id) and _is_free(item)
+    ]
 
 
 def remove_leftovers() -> list[Leftover]:
-    """Remove what `find_leftovers` finds, and say what it was."""
+    """Remove what `find_leftovers` finds, and give what is gone."""
     found = find_leftovers()
-    for item in found:
-        item.path.unlink(missing_ok=True)
-    return found
-
-
-def _leftover(run_id: str, path: Path) -> Leftover | None:
-    try:
-        return Leftover(run_id, path, path.lstat().st_size)
-    except FileNotFoundError:
-        return None
+    for path in list(_dead_state_files()):
+        path.unlink(missing_ok=True)
+    for item in _shm_objects():
+        if not is_run_alive(item.run_id):
+            _remove_shm(item)
+    return [item for item in found if not item.path.exists()]
 
 
 def _dead_state_files() -> Iterator[Path]:
@@ -76,30 +89,56 @@ def _dead_state_files() -> Iterator[Path]:
             yield path
 
 
-def _named(folder: Path) -> Iterator[tuple[Path, str]]:
-    try:
-        entries = list(os.scandir(folder))
-    except FileNotFoundError:
+def _shm_objects() -> list[_ShmObject]:
+    found = []
+    for path in sorted(SHM.glob("*mpst.*")):
+        match = _NAME.fullmatch(path.name)
+        with contextlib.suppress(FileNotFoundError):
+            if match is not None and path.lstat().st_uid == os.getuid():
+                run_id = match["segment_of"] or match["bell_of"] or match["semaphore_of"]
+                found.append(_ShmObject(run_id, path, match["channel"] or ""))
+    return found
+
+
+def _is_free(item: _ShmObject) -> bool:
+    if not item.channel:
+        return not is_held(item.path)
+    if item.segment.exists():
+        return not is_held(item.segment)
+    return _age(item.path) > _LONE_SEMAPHORE_SECONDS
+
+
+def _remove_shm(item: _ShmObject) -> None:
+    if item.channel:
+        if not item.segment.exists() and _age(item.path) > _LONE_SEMAPHORE_SECONDS:
+            item.path.unlink(missing_ok=True)
         return
-    for entry in sorted(entries, key=lambda entry: entry.name):
-        match = _NAME.fullmatch(entry.name)
-        if match is None:
-            continue
-        try:
-            mine = entry.stat(follow_symlinks=False).st_uid == os.getuid() and entry.is_file(follow_symlinks=False)
-        except FileNotFoundError:
-            continue
-        if mine:
-            yield Path(entry.path), match["run_id"]
+    try:
+        descriptor = os.open(item.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        # Gone, or a symlink, which is none of ours.
+        return
+    try:
+        # Who has the whole file has both life locks of a segment, and the one of a doorbell.
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+        for suffix in ("r", "s"):
+            (SHM / f"sem.{item.path.name}.{suffix}").unlink(missing_ok=True)
+        item.path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(descriptor)
 
 
-def _mapped_names() -> set[str]:
-    """Paths under /dev/shm that a process which we may look into has mapped."""
-    names: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            text = maps.read_text(errors="replace")
-        except (PermissionError, FileNotFoundError, ProcessLookupError):
-            continue
-        names.update(line.rpartition(" ")[2] for line in text.splitlines() if "/dev/shm/" in line)
-    return names
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -12,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -101,7 +100,9 @@ def spawn(
     """
     if dies_with_us:
         command = [sys.executable, "-m", "mps_trainer.launcher.tied", str(os.getpid()), "--", *command]
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600) if isinstance(log, Path) else log
+    output = (
+        os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600) if isinstance(log, Path) else log
+    )
     try:
         return subprocess.Popen(
             list(command),
@@ -158,8 +159,3 @@ def describe_exit(return_code: int) -> str:
         return f"signal {signal.Signals(-return_code).name}"
     except ValueError:
         return f"signal {-return_code}"
-
-
-def deadline_after(timeout_s: float) -> float:
-    """The monotonic time at which a wait of `timeout_s` is over."""
-    return time.monotonic() + timeout_s

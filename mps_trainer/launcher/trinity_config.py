@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
+from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 from mps_trainer.config import Settings, load_settings
 from mps_trainer.errors import ConfigError

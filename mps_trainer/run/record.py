@@ -144,7 +144,14 @@ def live_runs() -> Iterator[tuple[RunPaths, RunRecord]]:
     for path in sorted((state_dir() / "runs").glob("*.json")):
         paths = RunPaths(path)
         if is_held(paths.supervisor_lock) or is_held(paths.sidecar_lock):
-            yield paths, RunRecord.load(path)
+            try:
+                record = RunRecord.load(path)
+            except RunError:
+                # A run that ends removes its file before it drops its locks.
+                if not path.exists():
+                    continue
+                raise
+            yield paths, record
 
 
 def find_by_namespace(ray_namespace: str) -> tuple[RunPaths, RunRecord] | None:

@@ -1,0 +1,72 @@
+"""A stand-in for the sidecar: the same command line, READY line, locks, status and exit codes, and no training.
+
+`python fake_sidecar.py BEHAVIOUR --run-file PATH --ready-fd N`. What it does is written to `fake.log` in the run
+folder, so that a test can see the order of things.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from mps_trainer.run import RunPaths, RunRecord, State, Status, exit_codes, is_held, try_hold
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("behaviour")
+    parser.add_argument("--run-file", type=Path, required=True)
+    parser.add_argument("--ready-fd", type=int, required=True)
+    options = parser.parse_args()
+    record, paths = RunRecord.load(options.run_file), RunPaths(options.run_file)
+    run_dir = Path(record.run_dir)
+
+    def note(text: str) -> None:
+        with (run_dir / "fake.log").open("a") as file:
+            file.write(f"{text}\n")
+
+    def tell(**answer: str) -> None:
+        os.write(options.ready_fd, (json.dumps(answer) + "\n").encode())
+
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: note("SIGTERM") or asked.append(True))
+    lock = try_hold(paths.sidecar_lock, str(os.getpid()))
+    assert lock is not None
+    note(f"start {os.getpid()}")
+    if options.behaviour == "task-error":
+        tell(state="failed", error="the task does not import", todo="install it")
+        return exit_codes.TASK_FAILED
+    if options.behaviour == "crash-at-start":
+        sys.stderr.write("Segmentation fault in the driver\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options.behaviour == "silent":
+        time.sleep(60)
+    Status(run_id=record.run_id, state=State.READY, pid=os.getpid()).save(run_dir)
+    tell(state="ready")
+    if options.behaviour == "task-error-later":
+        Status(run_id=record.run_id, state=State.FAILED, error="the loss is nan in step 7").save(run_dir)
+        return exit_codes.TASK_FAILED
+    if options.behaviour == "crash-when-ready":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options.behaviour == "idle":
+        return exit_codes.OK
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if not is_held(paths.supervisor_lock):
+            note("supervisor gone")
+            break
+        if asked and options.behaviour != "stubborn":
+            break
+        time.sleep(0.02)
+    Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
+    note("saved")
+    return exit_codes.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""The supervisor with real processes; the sidecar is the stand-in of fake_sidecar.py."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import FAKE_SIDECAR, is_alive, kill, wait_for
+
+from mps_trainer.errors import AlreadyRunningError, MpsTrainerError, RunError
+from mps_trainer.launcher.process import Ended
+from mps_trainer.launcher.runs import end_runs, list_runs, select_runs
+from mps_trainer.launcher.up import RunHandle, prepare, start_run
+from mps_trainer.run import State, Status, is_held, new_run_id, run_paths, try_hold
+
+Write = Callable[..., Path]
+Fake = Callable[[str], list[str]]
+
+
+def start(config: Path, command: list[str], **kwargs: object) -> RunHandle:
+    return start_run(prepare(config), sidecar_command=command, **kwargs)  # type: ignore[arg-type]
+
+
+def fake_log(run_dir: Path) -> list[str]:
+    path = run_dir / "fake.log"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_run_starts_shows_and_ends_in_order(write_config: Write, fake: Fake) -> None:
+    lines: list[str] = []
+    run = start(write_config(), fake("good"), progress=lines.append)
+    assert run.status().state is State.READY
+    assert [view.record.run_id for view in list_runs()] == [run.record.run_id]
+    assert any("waiting until it is ready" in line for line in lines)
+    assert (run.run_dir / "settings.json").exists()
+    assert run.run_dir.with_name("latest").resolve() == run.run_dir
+
+    assert run.stop() is Ended.BY_ITSELF
+    assert fake_log(run.run_dir)[1:] == ["SIGTERM", "saved"]
+    assert run.status().state is State.STOPPED
+    assert list_runs() == []
+    assert not run.paths.run_file.exists()
+
+
+def test_down_ends_a_run_by_the_path_of_its_config(write_config: Write, fake: Fake) -> None:
+    config = write_config()
+    run = start(config, fake("good"))
+    ended = end_runs(select_runs(str(config)))
+    assert [(item.run_id, item.how) for item in ended] == [(run.record.run_id, Ended.BY_ITSELF)]
+    run.supervisor.wait(5)
+    with pytest.raises(RunError, match="no live run"):
+        select_runs(str(config))
+
+
+def test_a_killed_sidecar_is_restarted(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("good"))
+    kill(run.sidecar_pid, signal.SIGKILL)
+    wait_for(lambda: len([line for line in fake_log(run.run_dir) if line.startswith("start")]) == 2, "a second sidecar")
+    wait_for(lambda: run.status().state is State.READY, "READY")
+    assert run.status().pid != run.sidecar_pid
+    assert run.stop() is Ended.BY_ITSELF
+
+
+def test_between_two_lives_the_status_says_restarting(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("good"))
+    kill(run.sidecar_pid, signal.SIGKILL)
+    wait_for(lambda: run.status().state is State.RESTARTING, "RESTARTING")
+    status = run.status()
+    assert status.restarts == 1
+    assert "SIGKILL" in status.error
+    run.stop()
+
+
+def test_a_sidecar_that_keeps_crashing_is_given_up(write_config: Write, fake: Fake) -> None:
+    config = write_config(("ring_slots: 2", "max_restarts: 1\n          ring_slots: 2"))
+    run = start(config, fake("crash-when-ready"))
+    assert run.supervisor.wait(20) == 1
+    status = Status.load(run.run_dir)
+    assert status.state is State.FAILED
+    assert "max_restarts is 1" in status.error
+    assert not is_held(run.paths.supervisor_lock)
+
+
+def test_a_task_error_is_not_restarted(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("task-error-later"))
+    assert run.supervisor.wait(20) == 3
+    assert "the loss is nan in step 7" in Status.load(run.run_dir).error
+    assert len([line for line in fake_log(run.run_dir) if line.startswith("start")]) == 1
+
+
+def test_an_idle_sidecar_ends_the_run(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("idle"))
+    assert run.supervisor.wait(20) == 0
+    assert list_runs() == []
+
+
+def test_up_reports_the_message_of_a_task_that_does_not_import(write_config: Write, fake: Fake) -> None:
+    config = write_config()
+    with pytest.raises(RunError, match="the task does not import") as caught:
+        start(config, fake("task-error"))
+    assert caught.value.todo == "install it"
+    assert list_runs() == []
+    assert not config.with_name("run.mps.yaml").exists()
+
+
+def test_up_shows_the_log_of_a_sidecar_that_crashes_at_start(write_config: Write, fake: Fake) -> None:
+    with pytest.raises(RunError, match=r"(?s)SIGKILL.*Segmentation fault in the driver"):
+        start(write_config(), fake("crash-at-start"))
+
+
+def test_up_names_the_limit_when_the_sidecar_is_silent(write_config: Write, fake: Fake) -> None:
+    config = write_config(("ready_timeout: 20s", "ready_timeout: 500ms"))
+    with pytest.raises(RunError, match="not ready after"):
+        start(config, fake("silent"), grace_s=1.0)
+
+
+def test_a_stubborn_sidecar_is_killed_after_its_grace(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("stubborn"), grace_s=0.5)
+    run.stop()
+    assert not is_alive(run.sidecar_pid)
+    assert "SIGTERM" in fake_log(run.run_dir)
+    assert "killed after it did not end in time" in run.status().error
+
+
+def test_a_killed_supervisor_leaves_nothing(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("good"))
+    run.supervisor.kill()
+    run.supervisor.wait()
+    wait_for(lambda: not is_alive(run.sidecar_pid), "the end of the sidecar")
+    assert fake_log(run.run_dir)[-2:] == ["supervisor gone", "saved"]
+
+
+def test_a_dropped_owner_lock_ends_the_run(write_config: Write, fake: Fake) -> None:
+    run_id = new_run_id()
+    owner = try_hold(run_paths(run_id).owner_lock)
+    assert owner is not None
+    run = start(write_config(), fake("good"), owner_lock=owner.path, run_id=run_id)
+    assert run.supervisor.poll() is None
+    owner.release()
+    assert run.supervisor.wait(10) == 0
+    assert fake_log(run.run_dir)[-1] == "saved"
+
+
+def test_a_second_run_on_a_config_is_refused_and_names_the_first(write_config: Write, fake: Fake) -> None:
+    config = write_config()
+    run = start(config, fake("good"))
+    derived = config.with_name("run.mps.yaml").read_text()
+    with pytest.raises(
+        AlreadyRunningError, match=rf"run {run.record.run_id} \(process {run.supervisor.pid}\)"
+    ) as caught:
+        start(config, fake("good"))
+    assert f"mps-trainer down {run.record.run_id}" in caught.value.todo
+    assert config.with_name("run.mps.yaml").read_text() == derived
+    run.stop()
+
+
+def test_a_second_run_on_a_namespace_is_refused(write_config: Write, fake: Fake, tmp_path: Path) -> None:
+    first = write_config()
+    run = start(first, fake("good"))
+    second = tmp_path / "copy.yaml"
+    second.write_text(first.read_text())
+    with pytest.raises(AlreadyRunningError, match=r"the Ray namespace 'lab/run'"):
+        start(second, fake("good"))
+    run.stop()
+
+
+def test_of_two_starts_at_the_same_instant_one_wins(write_config: Write, fake: Fake) -> None:
+    config = write_config()
+    barrier = threading.Barrier(2)
+    results: list[RunHandle | MpsTrainerError] = []
+
+    def up() -> None:
+        barrier.wait()
+        try:
+            results.append(start(config, fake("good")))
+        except MpsTrainerError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=up) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    winners = [item for item in results if isinstance(item, RunHandle)]
+    losers = [item for item in results if isinstance(item, AlreadyRunningError)]
+    assert (len(winners), len(losers)) == (1, 1)
+    assert str(winners[0].paths.run_file) in config.with_name("run.mps.yaml").read_text()
+    winners[0].stop()
+
+
+def test_the_supervisor_is_lean(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("good"))
+    status = Path(f"/proc/{run.supervisor.pid}/status").read_text()
+    peak_kib = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+    maps = Path(f"/proc/{run.supervisor.pid}/maps").read_text()
+    run.stop()
+    assert peak_kib < 60 * 1024
+    assert not any(name in maps for name in ("libtorch", "libarrow", "_raylet"))
+
+
+def test_the_sidecar_gets_few_threads_and_no_gpu(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("good"))
+    env = dict(
+        item.split("=", 1) for item in Path(f"/proc/{run.sidecar_pid}/environ").read_text().split("\0") if "=" in item
+    )
+    run.stop()
+    assert env["OMP_NUM_THREADS"] == "1"
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_supervisor_by_hand_takes_the_locks_itself(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("good"))
+    command = [sys.executable, "-m", "mps_trainer.launcher.supervisor", "--run-file", str(run.paths.run_file)]
+    command += ["--sidecar-command", json.dumps([sys.executable, str(FAKE_SIDECAR), "good"])]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert second.returncode == 4
+    assert "already holds" in second.stderr
+    assert run.paths.run_file.exists()
+    run.stop()
