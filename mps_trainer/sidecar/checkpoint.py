@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mps_trainer.columns import Array
 from mps_trainer.errors import RunError
-from mps_trainer.sidecar.trainer import Trainer
+from mps_trainer.sidecar.trainer import Trainer, random_state, set_random_state
 
 _log = logging.getLogger(__name__)
 FORMAT = 1
@@ -63,7 +63,8 @@ def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep
         {name: np.ascontiguousarray(array) for name, array in checkpoint.replay.items()},
         temporary / "replay.safetensors",
     )
-    save_file(_random_state(trainer), temporary / "random.safetensors")
+    random = {str(i): state for i, state in enumerate(random_state(trainer.device))}
+    save_file(random, temporary / "random.safetensors")
     state = {"format": FORMAT, "step": trainer.step, "torch": torch.__version__, **checkpoint.state}
     (temporary / "state.json").write_text(json.dumps({**state, "optimizer": scalars}, indent=1))
     if final.exists():
@@ -90,16 +91,23 @@ def load_newest(folder: Path, trainer: Trainer) -> Checkpoint | None:
     _restore_interrupted(folder)
     found = checkpoints(folder)
     for path in found:
-        try:
-            return _load(path, trainer)
-        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
-            _log.warning("checkpoint %s cannot be used: %s", path, error)
+        checkpoint = _try_load(path, trainer)
+        if checkpoint is not None:
+            return checkpoint
     if found:
         raise RunError(
             f"none of the {len(found)} checkpoints in {folder} can be used",
             "the warnings above say why; move the folder away to start from new weights",
         )
     return None
+
+
+def _try_load(path: Path, trainer: Trainer) -> Checkpoint | None:
+    try:
+        return _load(path, trainer)
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        _log.warning("checkpoint %s cannot be used: %s", path, error)
+        return None
 
 
 def _load(path: Path, trainer: Trainer) -> Checkpoint:
@@ -111,9 +119,7 @@ def _load(path: Path, trainer: Trainer) -> Checkpoint:
     random = load_file(path / "random.safetensors")
     trainer.model.load_state_dict(load_file(path / "model.safetensors"))
     trainer.optimizer.load_state_dict(_unflatten(tensors, state["optimizer"]))
-    torch.set_rng_state(random["cpu"])
-    if trainer.device.type == "cuda":
-        torch.cuda.set_rng_state(random["cuda"], trainer.device)
+    set_random_state(trainer.device, [random[key] for key in sorted(random)])
     trainer.step = state["step"]
     return Checkpoint(replay=replay, state=state)
 
@@ -124,13 +130,6 @@ def _restore_interrupted(folder: Path) -> None:
         final = folder / path.name[1:].split(".")[0]
         if not final.exists():
             path.rename(final)
-
-
-def _random_state(trainer: Trainer) -> dict[str, Tensor]:
-    random = {"cpu": torch.get_rng_state()}
-    if trainer.device.type == "cuda":
-        random["cuda"] = torch.cuda.get_rng_state(trainer.device)
-    return random
 
 
 def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -65,8 +65,8 @@ class Trainer:
     def score(self, packed: PackedBatch) -> Array:
         """(n,) float32: one score for each experience. TaskError when the shape is wrong or one is not finite."""
         scores = np.empty(packed.num_rows, np.float32)
-        for start, part in self._parts(packed):
-            with self._users_code("score", part):
+        for start, part in _parts(packed, self.batch_size):
+            with self._asking(), self._users_code("score", part):
                 found = self.task.score(self.model, TaskBatch.from_packed(part, self.device))
                 scores[start : start + part.num_rows] = _to_numpy("score", found, part.num_rows)
         if not np.isfinite(scores).all():
@@ -81,8 +81,8 @@ class Trainer:
     def evaluate(self, packed: PackedBatch) -> tuple[Array, Array] | None:
         """What the model predicts of (n,) experiences and what came true, or None when the task has no such pair."""
         predicted, came_true = [], []
-        for _, part in self._parts(packed):
-            with self._users_code("predictions", part):
+        for _, part in _parts(packed, self.batch_size):
+            with self._asking(), self._users_code("predictions", part):
                 pair = self.task.predictions(self.model, TaskBatch.from_packed(part, self.device))
                 if pair is None:
                     return None
@@ -90,17 +90,37 @@ class Trainer:
                 came_true.append(_to_numpy("predictions", pair[1], part.num_rows))
         return (np.concatenate(predicted), np.concatenate(came_true)) if predicted else None
 
+    def dry_step(self, packed: PackedBatch) -> None:
+        """Train on, score and evaluate a made-up batch, then put everything back as it was.
+
+        Whatever the task cannot do shows here, before READY, and the memory that it needs is taken.
+        """
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+        random = random_state(self.device)
+        self.train_step(packed)
+        self.score(packed)
+        self.evaluate(packed)
+        self.model.load_state_dict(weights)
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer = self.task.optimizer(self.model)
+        self.step = 0
+        set_random_state(self.device, random)
+
     def synchronize(self) -> None:
         """Wait until the device has nothing of ours to do."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _parts(self, packed: PackedBatch) -> Iterator[tuple[int, PackedBatch]]:
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
         self.model.eval()
-        with torch.inference_mode():
-            for start in range(0, packed.num_rows, self.batch_size):
-                stop = min(start + self.batch_size, packed.num_rows)
-                yield start, packed if stop - start == packed.num_rows else _rows(packed, start, stop)
+        # Asking must never change what training does next, even where a task draws numbers in score().
+        random = random_state(self.device)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            set_random_state(self.device, random)
 
     @contextmanager
     def _users_code(self, where: str, packed: PackedBatch | None = None) -> Iterator[None]:
@@ -123,6 +143,19 @@ class Trainer:
         return TaskError(message, todo)
 
 
+def random_state(device: torch.device) -> list[Tensor]:
+    """Torch's random states: of the CPU and, for a GPU, of the device."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_random_state(device: torch.device, states: list[Tensor]) -> None:
+    """Put back what `random_state` returned."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
 def _check_tensor(what: str, value: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(value, Tensor) or tuple(value.shape) != shape:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
@@ -138,6 +171,14 @@ def _ids(packed: PackedBatch) -> str:
     shown = [packed["eid"].text(i) for i in range(min(_SHOWN_IDS, packed.num_rows))]
     more = packed.num_rows - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _parts(packed: PackedBatch, size: int) -> Iterator[tuple[int, PackedBatch]]:
+    if packed.num_rows <= size:
+        yield 0, packed
+        return
+    for start in range(0, packed.num_rows, size):
+        yield start, _rows(packed, start, min(start + size, packed.num_rows))
 
 
 def _rows(packed: PackedBatch, start: int, stop: int) -> PackedBatch:

@@ -1,0 +1,163 @@
+"""The learner: what a record does to the model. Live records and records of the journal take this one path.
+
+    record --evaluate--> running AUC (the model has not seen it)
+           --take------> replay buffer, and `steps_per_batch` steps fall due with the last part of a batch
+           --train-----> one step at a time, until none is due
+
+Everything that the weights depend on is here and is saved in `state`. So a successor that starts from a checkpoint
+and takes the journal's records in their order arrives at the very weights of a sidecar that was never killed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from mps_trainer.columns import Array, PackedBatch
+from mps_trainer.config import Settings
+from mps_trainer.sidecar.auc import RunningAuc, area_under_curve
+from mps_trainer.sidecar.replay import ReplayBuffer
+from mps_trainer.sidecar.trainer import Trainer
+
+#: At most one record is in flight when a sidecar dies, so a few remembered names are plenty.
+_REMEMBERED_RECORDS = 256
+
+
+@dataclass(frozen=True)
+class RecordName:
+    """Which record of which batch: part `part` of `parts` of request `request_id` of an operator's channel."""
+
+    channel: str
+    seq: int
+    request_id: int
+    part: int
+    parts: int
+    sent_ns: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Unique over the run; a channel's name may come back with another operator, its clock does not."""
+        return f"{self.channel}/{self.seq}", self.sent_ns
+
+
+@dataclass
+class Counters:
+    """Totals over the run, restarts included; see `run.Status`."""
+
+    batches: int = 0
+    experiences: int = 0
+    duplicates: int = 0
+    trained: int = 0
+    scored: int = 0
+    loss: float | None = None
+    first_loss: float | None = None
+    auc: float | None = None
+    first_auc: float | None = None
+
+
+class Learner:
+    """Replay buffer, schedule and running AUC around a `Trainer`."""
+
+    def __init__(self, trainer: Trainer, replay: ReplayBuffer, settings: Settings) -> None:
+        self.trainer = trainer
+        self.replay = replay
+        self.counters = Counters()
+        self.steps_due = 0
+        self._settings = settings
+        self._window = RunningAuc()
+        self._finished = 0
+        self._batch_pairs: list[tuple[Array, Array]] = []
+        self._open: dict[str, int] = {}
+        self._recent: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED_RECORDS)
+
+    @property
+    def batch_is_in(self) -> bool:
+        """Whether a batch has come in whole since the last `close_batch`; its steps, if any, are due."""
+        return self._finished > 0
+
+    @property
+    def between_batches(self) -> bool:
+        """Whether every batch that is in has had its steps, so that a checkpoint may be taken."""
+        return self.steps_due == 0
+
+    def knows(self, name: RecordName) -> bool:
+        """Whether this very record was taken before: it is delivered again after a kill before its release."""
+        return name.key in self._recent
+
+    def evaluate(self, batch: PackedBatch) -> None:
+        """Compare what the model predicts of a record, before it trains on it, with what came true."""
+        pair = self.trainer.evaluate(batch)
+        if pair is not None:
+            self._window.add(*pair)
+            self._batch_pairs.append(pair)
+            self.counters.auc = self._window.value()
+
+    def take(self, name: RecordName, batch: PackedBatch) -> int:
+        """Copy a record's rows into the replay buffer; the number of rows that were new."""
+        added = self.replay.add(batch)
+        self.counters.experiences += batch.num_rows
+        self.counters.duplicates += batch.num_rows - added
+        self._recent.append(name.key)
+        if self._open.get(name.channel, name.request_id) != name.request_id:
+            # The last part of the batch before it was dropped on the way: its steps are due all the same.
+            self._finish_batch(name.channel)
+        self._open[name.channel] = name.request_id
+        if name.part == name.parts - 1:
+            self._finish_batch(name.channel)
+        return added
+
+    def close_batch(self) -> float | None:
+        """End the batch after its steps; the AUC on it before they were taken."""
+        pairs, self._batch_pairs, self._finished = self._batch_pairs, [], 0
+        auc = area_under_curve(*map(np.concatenate, zip(*pairs, strict=True))) if pairs else None
+        if self.counters.first_auc is None:
+            self.counters.first_auc = auc
+        return auc
+
+    def finish_open_batches(self) -> None:
+        """Let the steps of batches fall due whose last part will not come any more."""
+        for channel in list(self._open):
+            self._finish_batch(channel)
+
+    def train_step(self) -> float:
+        """One step that is due; its loss."""
+        self.steps_due -= 1
+        batch = self.replay.sample(self._settings.batch_size)
+        loss = self.trainer.train_step(batch)
+        self.counters.trained += batch.num_rows
+        self.counters.loss = loss
+        if self.counters.first_loss is None:
+            self.counters.first_loss = loss
+        return loss
+
+    def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        """Arrays and plain JSON values of everything beside the trainer's own state."""
+        arrays, replay = self.replay.state()
+        predicted, came_true = self._window.state()
+        arrays |= {"auc.predicted": predicted, "auc.came_true": came_true}
+        return arrays, {
+            "counters": asdict(self.counters),
+            "open_batches": self._open,
+            "recent_records": list(self._recent),
+            "replay": replay,
+        }
+
+    def load_state(self, arrays: Mapping[str, Array], state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.replay.load_state(arrays, state["replay"])
+        self.counters = Counters(**state["counters"])
+        self._open = dict(state["open_batches"])
+        self._recent.extend((record, sent_ns) for record, sent_ns in state["recent_records"])
+        if len(arrays["auc.predicted"]):
+            self._window.add(np.array(arrays["auc.predicted"]), np.array(arrays["auc.came_true"]))
+
+    def _finish_batch(self, channel: str) -> None:
+        del self._open[channel]
+        self.counters.batches += 1
+        self._finished += 1
+        if len(self.replay) >= self._settings.min_experiences:
+            self.steps_due += self._settings.steps_per_batch

@@ -1,0 +1,37 @@
+"""The largest batch that the declared columns allow, made up, for the dry step before READY."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mps_trainer.columns import Array, Column, PackedBatch, PackedColumn
+
+
+def worst_case_batch(columns: Sequence[Column], num_rows: int) -> PackedBatch:
+    """`num_rows` experiences with every sequence at its maximum.
+
+    Whole numbers are 0 or 1, because a token id or a class that the task cannot know would be no fault of it.
+    """
+    rng = np.random.default_rng(0)
+    return PackedBatch({column.name: _column(column, num_rows, rng) for column in columns}, num_rows)
+
+
+def _column(column: Column, num_rows: int, rng: np.random.Generator) -> PackedColumn:
+    if column.kind == "text":
+        rows = [str(i).ljust(column.maximum or 0, "x")[: column.maximum].encode() for i in range(num_rows)]
+        offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+        return PackedColumn(np.frombuffer(b"".join(rows), np.uint8), offsets, is_text=True)
+    if column.kind == "ragged":
+        length = column.maximum or 0
+        offsets = (np.arange(num_rows + 1) * length).astype(np.int32)
+        return PackedColumn(_values(column, (num_rows * length,), rng), offsets)
+    shape = (num_rows, column.width) if column.kind == "vector" else (num_rows,)
+    return PackedColumn(_values(column, shape, rng))
+
+
+def _values(column: Column, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    if np.dtype(column.dtype).kind == "f":
+        return rng.standard_normal(shape, np.float32).astype(column.dtype)
+    return rng.integers(0, 2, shape, np.uint8).astype(column.dtype)

@@ -1,0 +1,42 @@
+"""Tasks that fail, each in its own way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mps_trainer import AuxiliaryTask, Column, TaskBatch
+
+
+class Plain(AuxiliaryTask):
+    """A line through the reward; the base of the others."""
+
+    def columns(self) -> list[Column]:
+        return []
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        return model(batch["reward"].unsqueeze(1)).square().mean()
+
+    def score(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        return model(batch["reward"].unsqueeze(1)).squeeze(1)
+
+
+class RaisesInLoss(Plain):
+    def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        raise KeyError("no such layer")
+
+
+class WrongShape(Plain):
+    def score(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        return model(batch["reward"].unsqueeze(1))
+
+
+class NanWhenNegative(Plain):
+    """Its loss is NaN once a batch holds an experience with reward -1; the dry step never has exactly that."""
+
+    def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        loss = super().loss(model, batch)
+        return loss * torch.nan if bool((batch["reward"] == -1).any()) else loss

@@ -1,0 +1,170 @@
+"""The real process over a real channel."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import token_rows
+from safetensors.torch import load_file
+
+from mps_trainer.run import State
+from mps_trainer.run.exit_codes import BAD_CONFIG, OK, TASK_FAILED
+from mps_trainer.sidecar.replay import ReplayBuffer
+from mps_trainer.tasks import TaskBatch, load_task, wire_columns
+from mps_trainer.transport import decode_batch, encode_batch
+
+
+def newest_weights(run: Any) -> dict[str, torch.Tensor]:
+    folder = max((run.run_dir / "checkpoints").glob("step-*"), key=lambda p: int(p.name.removeprefix("step-")))
+    return load_file(folder / "model.safetensors")
+
+
+def plain_loop(run: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The same task trained in this process with nothing of the sidecar but the replay buffer's draws."""
+    settings = run.settings
+    torch.set_num_threads(1)
+    task = load_task(settings.task, settings.task_args)
+    columns = wire_columns(task)
+    torch.manual_seed(settings.seed)
+    model = task.build_model()
+    optimizer = task.optimizer(model)
+    replay = ReplayBuffer(columns, settings.replay_capacity, settings.seed)
+    model.train()
+    for rows in batches:
+        replay.add(decode_batch(encode_batch(rows, columns), columns))
+        for _ in range(settings.steps_per_batch if len(replay) >= settings.min_experiences else 0):
+            optimizer.zero_grad()
+            task.loss(model, TaskBatch.from_packed(replay.sample(settings.batch_size))).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def test_weights_equal_a_plain_loop_in_one_process(make_run: Any) -> None:
+    run = make_run(batch_size=64, steps_per_batch=3, replay_capacity=300, seed=7)
+    rng = np.random.default_rng(0)
+    batches = [token_rows(rng, 100, first=100 * i) for i in range(6)]
+    child, ready = run.start()
+    assert ready == {"state": "ready"}
+    with run.channel() as channel:
+        run.wait_for_attach(channel)
+        for request, rows in enumerate(batches):
+            result = channel.send(rows, request_id=request, want_scores=True)
+            assert result.parts_sent == result.parts
+            scores = channel.receive_scores(request, timeout_s=20)
+            assert scores is not None
+            assert scores.values.shape == (100,)
+            # Earlier steps may be under way when the request arrives, never later ones.
+            assert scores.model_version == 3 * request
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(20) == OK
+    weights, expected = newest_weights(run), plain_loop(run, batches)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
+    status = run.status()
+    assert (status.state, status.version, status.batches, status.experiences) == (State.STOPPED, 18, 6, 600)
+    assert status.trained == 18 * 64
+    assert status.scored == 600
+    lines = [line for line in run.metrics() if line["kind"] == "batch"]
+    assert [line["batch"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["auc"] > lines[0]["auc"]
+    assert list((run.run_dir / "tensorboard").glob("events.*"))
+
+
+def test_what_is_in_the_rings_is_taken_before_the_end(make_run: Any) -> None:
+    run = make_run(batch_size=32, steps_per_batch=2)
+    with run.channel() as channel:
+        for request in range(3):
+            channel.send(
+                token_rows(np.random.default_rng(request), 50, 50 * request), request_id=request, want_scores=False
+            )
+        child, _ = run.start()
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == OK
+        assert run.status().experiences == 150
+        assert run.status().version == 6
+        assert channel.sidecar_alive() is False
+
+
+def test_the_supervisors_death_ends_the_sidecar_and_its_files(make_run: Any) -> None:
+    run = make_run()
+    child, _ = run.start()
+    assert run.paths.sidecar_lock.exists()
+    run.supervisor.release()
+    assert child.wait(10) == OK
+    assert not run.paths.run_file.exists()
+    assert "supervisor is gone" in run.log()
+
+
+def test_no_operator_for_the_idle_timeout_ends_it(make_run: Any) -> None:
+    run = make_run(idle_timeout=0.5)
+    with run.channel() as channel:
+        child, _ = run.start()
+        with pytest.raises(Exception, match="timed out"):
+            child.wait(1.5)
+        channel.close()
+        assert child.wait(10) == OK
+    assert "idle_timeout" in run.log()
+    assert run.paths.run_file.exists()
+
+
+def test_a_second_sidecar_on_a_run_is_refused(make_run: Any) -> None:
+    run = make_run()
+    run.start()
+    second, answer = run.start()
+    assert second.wait(20) not in (OK, BAD_CONFIG, TASK_FAILED)
+    assert "another sidecar serves" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        ({"task": "preference_clasifier", "task_args": {}}, BAD_CONFIG, "preference_clasifier"),
+        ({"task": "no_such_pkg:Mine", "task_args": {}}, TASK_FAILED, "does not import"),
+        ({"task": "broken_tasks:RaisesInLoss", "task_args": {}}, TASK_FAILED, "no such layer"),
+        ({"task": "broken_tasks:WrongShape", "task_args": {}}, TASK_FAILED, "must give a tensor of shape"),
+    ],
+)
+def test_a_task_that_cannot_work_dies_before_ready(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, settings: Any, code: int, words: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
+    run = make_run(**settings)
+    child, answer = run.start()
+    assert child.wait(20) == code
+    assert answer["state"] == "failed"
+    assert words in answer["error"]
+    assert answer["todo"]
+    assert run.status().state is State.FAILED
+    assert words in run.status().error
+
+
+def test_a_loss_that_becomes_nan_names_step_and_experiences(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
+    monkeypatch.syspath_prepend(str(request.path.parent))
+    run = make_run(task="broken_tasks:NanWhenNegative", task_args={}, min_experiences=1)
+    child, ready = run.start()
+    assert ready == {"state": "ready"}
+    with run.channel() as channel:
+        rows = {"eid": ["good"], "group": ["t"], "reward": np.ones(1, np.float32)}
+        channel.send(rows, request_id=1, want_scores=False)
+        channel.send(rows | {"eid": ["bad"], "reward": -np.ones(1, np.float32)}, request_id=2, want_scores=False)
+        assert child.wait(20) == TASK_FAILED
+    status = run.status()
+    assert status.state is State.FAILED
+    assert "step 4" in status.error
+    assert "the loss is nan" in status.error
+    assert "bad" in status.error
+
+
+def test_a_missing_run_file_is_told(make_run: Any) -> None:
+    run = make_run()
+    run.paths.run_file.unlink()
+    child, answer = run.start()
+    assert child.wait(20) == BAD_CONFIG
+    assert "no run file" in answer["error"]
