@@ -7,40 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import token_rows
-from safetensors.torch import load_file
+from plain_loop import assert_same_weights, newest_weights, train_plainly
 
 from mps_trainer.run import State
 from mps_trainer.run.exit_codes import BAD_CONFIG, OK, TASK_FAILED
-from mps_trainer.sidecar.replay import ReplayBuffer
-from mps_trainer.tasks import TaskBatch, load_task, wire_columns
-from mps_trainer.transport import decode_batch, encode_batch
-
-
-def newest_weights(run: Any) -> dict[str, torch.Tensor]:
-    folder = max((run.run_dir / "checkpoints").glob("step-*"), key=lambda p: int(p.name.removeprefix("step-")))
-    return load_file(folder / "model.safetensors")
-
-
-def plain_loop(run: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The same task trained in this process with nothing of the sidecar but the replay buffer's draws."""
-    settings = run.settings
-    torch.set_num_threads(1)
-    task = load_task(settings.task, settings.task_args)
-    columns = wire_columns(task)
-    torch.manual_seed(settings.seed)
-    model = task.build_model()
-    optimizer = task.optimizer(model)
-    replay = ReplayBuffer(columns, settings.replay_capacity, settings.seed)
-    model.train()
-    for rows in batches:
-        replay.add(decode_batch(encode_batch(rows, columns), columns))
-        for _ in range(settings.steps_per_batch if len(replay) >= settings.min_experiences else 0):
-            optimizer.zero_grad()
-            task.loss(model, TaskBatch.from_packed(replay.sample(settings.batch_size))).backward()
-            optimizer.step()
-    return model.state_dict()
 
 
 def test_weights_equal_a_plain_loop_in_one_process(make_run: Any) -> None:
@@ -61,9 +32,7 @@ def test_weights_equal_a_plain_loop_in_one_process(make_run: Any) -> None:
             assert scores.model_version == 3 * request
     child.send_signal(signal.SIGTERM)
     assert child.wait(20) == OK
-    weights, expected = newest_weights(run), plain_loop(run, batches)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
+    assert_same_weights(newest_weights(run.run_dir), train_plainly(run.settings, batches))
     status = run.status()
     assert (status.state, status.version, status.batches, status.experiences) == (State.STOPPED, 18, 6, 600)
     assert status.trained == 18 * 64
