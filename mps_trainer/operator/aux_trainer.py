@@ -53,7 +53,7 @@ class AuxTrainer(ExperienceOperatorV1):
             return
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aux_trainer")
         try:
-            self._feeder = await self._in_thread(Feeder, self._settings, ray.get_runtime_context().namespace)
+            self._feeder = await self._in_thread(Feeder, self._settings, _ray_namespace())
             await self._in_thread(self._feeder.connect)
         except MpsTrainerError as error:
             if self._settings.on_error == "raise":
@@ -154,6 +154,11 @@ class AuxTrainer(ExperienceOperatorV1):
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         assert self._thread is not None
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _ray_namespace() -> str:
+    # Asking Ray's context outside a cluster would start one.
+    return str(ray.get_runtime_context().namespace) if ray.is_initialized() else ""
 
 
 def _log_where_trinity_logs() -> None:
