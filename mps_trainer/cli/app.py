@@ -1,0 +1,92 @@
+"""The commands and how their errors look."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import mps_trainer
+from mps_trainer.cli import look, runs, show
+from mps_trainer.errors import MpsTrainerError
+
+EXIT_BAD_USE = 2
+EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h; none of the codes that `run` gives a meaning
+
+_HELP = """\
+Train a small auxiliary model beside vLLM, fed by a Trinity-RFT run.
+
+Settings live in your Trinity YAML, in the args of the operator mps_trainer.operator.AuxTrainer.
+
+\b
+  mps-trainer run trinity.yaml     everything: sidecar, Ray, trinity run, and a true exit status
+  mps-trainer up trinity.yaml      only the sidecar; you start Ray and trinity run yourself
+"""
+
+
+class _FriendlyGroup(TyperGroup):
+    """Our own errors are messages and not tracebacks, unless --debug asks for more."""
+
+    # Any, because newer versions of typer bring a click of their own.
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MpsTrainerError as error:
+            if ctx.params.get("debug"):
+                raise
+            show.error(error)
+            ctx.exit(EXIT_BAD_USE)
+
+
+app = typer.Typer(
+    name="mps-trainer",
+    cls=_FriendlyGroup,
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        show.line(f"mps-trainer {mps_trainer.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What holds for all commands."""
+
+
+app.command()(runs.up)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(runs.run)
+app.command()(runs.down)
+app.command()(look.status)
+app.command()(look.plan)
+app.command()(look.doctor)
+app.command()(look.report)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command line; the exit code."""
+    try:
+        app(args=list(argv))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except Exception as error:
+        if "--debug" in argv:
+            raise
+        show.line(f"mps-trainer: a bug: {type(error).__name__}: {error}", file=sys.stderr)
+        show.line("  What to do: run it again as `mps-trainer --debug ...` and report what it prints", file=sys.stderr)
+        return EXIT_BUG
+    return 0

@@ -1,0 +1,83 @@
+"""How things look on a terminal. Text of the user's is never read as markup."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mps_trainer.errors import MpsTrainerError
+from mps_trainer.launcher.doctor import Check, Level
+from mps_trainer.launcher.runs import RunView
+
+_LEVEL_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
+
+
+def _console(file: TextIO | None = None) -> Console:
+    # Made at each use: tests replace sys.stdout.
+    return Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
+
+
+def line(text: str = "", *, style: str = "", file: TextIO | None = None) -> None:
+    """One line as it is."""
+    _console(file).print(Text(text, style=style))
+
+
+def progress(text: str) -> None:
+    """What happens now; on stderr, so that stdout stays for results."""
+    line(f"- {text}", style="dim", file=sys.stderr)
+
+
+def error(problem: MpsTrainerError) -> None:
+    """An error of ours: what was found, then what to do."""
+    line(f"mps-trainer: {problem.message}", style="bold red", file=sys.stderr)
+    if problem.todo:
+        line(f"  What to do: {problem.todo}", file=sys.stderr)
+
+
+def diff(text: str) -> None:
+    """A unified diff in its usual colours."""
+    styles = {"+": "green", "-": "red", "@": "cyan"}
+    for item in text.splitlines():
+        line(item, style=styles.get(item[:1], ""))
+
+
+def checks(found: Iterable[Check]) -> None:
+    """What the doctor found."""
+    for check in found:
+        text = Text.assemble((f"{check.level.value:8}", _LEVEL_STYLES[check.level]), f"{check.name}: {check.found}")
+        _console().print(text)
+        if check.todo:
+            line(f"{'':8}  What to do: {check.todo}")
+
+
+def run_table(views: Iterable[RunView]) -> None:
+    """Live runs, one a row."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "state", "device", "mps", "version", "experiences", "loss", "auc", "restarts", "config"):
+        table.add_column(title, overflow="fold")
+    for view in views:
+        status = view.status
+        numbers = (
+            ("-",) * 5
+            if status is None
+            else (
+                str(status.version),
+                str(status.experiences),
+                _number(status.loss),
+                _number(status.auc),
+                str(status.restarts),
+            )
+        )
+        state = status.state.value if status else "starting"
+        row = (view.record.run_id, state, view.record.device, view.record.mps, *numbers, view.record.config)
+        table.add_row(*(Text(cell) for cell in row))
+    _console().print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

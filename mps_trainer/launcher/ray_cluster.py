@@ -1,0 +1,192 @@
+"""The Ray that a run uses: one that is there, or a private one that starts and ends with the run.
+
+Ray is a command here and never an import. A private one has its own port, its own temporary folder with a short
+path (a Unix socket's path ends at 107 bytes) and its own session; it is ended by its own processes' ids only, since
+`ray stop` would end every Ray of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from mps_trainer.errors import ConfigError, RunError
+from mps_trainer.launcher.executables import find_executable
+from mps_trainer.launcher.process import describe_exit, spawn, stop
+
+RayChoice = Literal["auto", "private", "existing"]
+
+START_SECONDS = 120.0
+STOP_SECONDS = 20.0
+_STATUS_SECONDS = 60.0
+_POLL_S = 0.1
+_MIN_CPUS = 8  # each model and each runner reserves one, and none of them uses a whole core
+
+
+@dataclass(frozen=True)
+class Ray:
+    """A Ray cluster that a `trinity run` can use.
+
+    Attributes:
+        description: for people.
+        environment: what a child needs to find it.
+    """
+
+    description: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def use_ray(choice: RayChoice, yaml_address: str, progress: Callable[[str], None], logs: Path) -> Iterator[Ray]:
+    """A Ray for the length of the `with`; a private one is stopped at its end.
+
+    Args:
+        yaml_address: `cluster.ray_address` of the user's YAML; Trinity follows it whatever we start.
+        logs: where a private Ray's output goes.
+    """
+    if yaml_address != "auto" and choice == "private":
+        raise ConfigError(
+            f"cluster.ray_address is {yaml_address}, so Trinity would not use a private Ray",
+            "remove it from the YAML, or use --ray existing",
+        )
+    if choice != "private":
+        found = _find_existing(required=choice == "existing" or yaml_address != "auto", progress=progress)
+        if found is not None:
+            yield found
+            return
+    with _private_ray(progress, logs) as ray:
+        yield ray
+
+
+def _find_existing(*, required: bool, progress: Callable[[str], None]) -> Ray | None:
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not required and not address and not _some_ray_runs():
+        return None
+    progress("asking `ray status` for a running Ray")
+    try:
+        answer = subprocess.run(
+            [find_executable("ray"), "status"], capture_output=True, text=True, timeout=_STATUS_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"`ray status` gave no answer in {_STATUS_SECONDS:.0f} s",
+            "see whether that Ray is healthy, or use --ray private",
+        ) from None
+    if answer.returncode == 0:
+        return Ray(f"the Ray that is running{f' at {address}' if address else ''}")
+    if not required and not address:
+        return None
+    said = (answer.stderr or answer.stdout).strip().splitlines()
+    raise RunError(
+        f"no Ray answers{f' at RAY_ADDRESS={address}' if address else ''}: {said[-1] if said else 'no message'}",
+        "start one with `ray start --head`, or use --ray private; if it runs with tokens, set RAY_AUTH_MODE alike",
+    )
+
+
+def _some_ray_runs() -> bool:
+    # `ray status` takes seconds; this look takes milliseconds and says no on most machines.
+    return any(process.info["name"] == "gcs_server" for process in psutil.process_iter(["name"]))
+
+
+@contextlib.contextmanager
+def _private_ray(progress: Callable[[str], None], logs: Path) -> Iterator[Ray]:
+    folder = Path(tempfile.mkdtemp(prefix="mpst-ray-", dir="/tmp"))
+    # A stale ~/.ray/auth_token turns tokens on in `ray start` and not in `ray status`, which `trinity run` asks.
+    environment = {
+        "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    log = logs / "ray.log"
+    started = time.monotonic()
+    progress("starting a private Ray (about ten seconds)")
+    inherited = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    head = spawn(_start_command(folder), env={**inherited, **environment}, log=log, dies_with_us=True)
+    try:
+        address = _wait_for_address(head, folder, log)
+        progress(f"private Ray at {address} after {time.monotonic() - started:.1f} s")
+        yield Ray(f"a private Ray at {address}", {**environment, "RAY_ADDRESS": address})
+    finally:
+        progress("stopping the private Ray")
+        stop_tree(head, grace_s=STOP_SECONDS)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_command(folder: Path) -> list[str]:
+    num_cpus = max(os.cpu_count() or 1, _MIN_CPUS)
+    return [
+        find_executable("ray"),
+        "start",
+        "--head",
+        "--block",
+        "--port=0",
+        f"--ray-client-server-port={_free_port()}",
+        f"--dashboard-agent-listen-port={_free_port()}",
+        "--node-ip-address=127.0.0.1",
+        f"--temp-dir={folder}",
+        f"--num-cpus={num_cpus}",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+    ]
+
+
+def _wait_for_address(head: subprocess.Popen[bytes], folder: Path, log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    address = folder / "ray_current_cluster"
+    while time.monotonic() < deadline:
+        if head.poll() is not None:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+            raise RunError(f"`ray start` ended with {describe_exit(head.returncode)}:\n{tail}", f"see {log}")
+        if "Ray runtime started" in log.read_text(errors="replace") and address.exists():
+            return address.read_text().strip()
+        time.sleep(_POLL_S)
+    raise RunError(f"`ray start` was not up after {START_SECONDS:.0f} s", f"see {log}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def stop_tree(head: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """End our child and whatever it started: first in order, then what is left of its tree and session, by id."""
+    tree = _tree(head.pid)
+    stop(head, grace_s=grace_s)
+    # What lost its parent is no longer in the tree, but still in the session that we made for it.
+    left = {process for process in (*tree, *_session(head.pid)) if process.is_running()}
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, stubborn = psutil.wait_procs(left, timeout=5)
+    for process in stubborn:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(stubborn, timeout=5)
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _session(leader: int) -> list[psutil.Process]:
+    members = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if pid != leader and os.getsid(pid) == leader:
+                members.append(psutil.Process(pid))
+    return members
