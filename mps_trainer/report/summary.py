@@ -1,0 +1,123 @@
+"""The numbers of a run."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mps_trainer.errors import RunError
+from mps_trainer.report.series import Line, batch_lines, operator_lines
+from mps_trainer.run import Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What a run did. A number is None where the run has none.
+
+    Attributes:
+        state, device, restarts, error: of the sidecar, from status.json.
+        seen, fed, kept: experiences that the operator saw, sent to the sidecar, and passed on.
+        experiences, duplicates, batches: what the sidecar received.
+        steps, trained: training steps, and experiences drawn for them.
+        scored: experiences that were given a score.
+        dropped, drop_reasons: experiences that `use: filter` removed, and how many for each rule.
+        lost: experiences that never reached the sidecar, by the back-pressure policy that dropped them.
+        first_loss, last_loss: the mean loss of the first and of the last batch that was trained on.
+        first_auc, last_auc: of the first batch, and over the last 1,024 experiences or so; before training on them.
+        paths: what there is to look at, by name.
+    """
+
+    run_dir: Path
+    run_id: str
+    state: str
+    device: str
+    restarts: int
+    error: str
+    seen: int | None
+    fed: int | None
+    kept: int | None
+    experiences: int
+    duplicates: int
+    batches: int
+    steps: int
+    trained: int
+    scored: int
+    dropped: int
+    drop_reasons: dict[str, int]
+    lost: dict[str, int]
+    first_loss: float | None
+    last_loss: float | None
+    first_auc: float | None
+    last_auc: float | None
+    paths: dict[str, Path]
+
+
+def summarize(run_dir: Path) -> RunReport:
+    """Read status.json, metrics.jsonl and operator.jsonl. RunError when the folder is no run folder."""
+    if not run_dir.is_dir():
+        raise RunError(f"there is no folder {run_dir}", "give the run folder, <name>.mps-trainer/<run id>")
+    status = Status.load(run_dir)
+    batches, operator = batch_lines(run_dir), operator_lines(run_dir)
+    losses = _known(batches, "loss")
+    drops = [drop for line in operator for drop in line.get("dropped") or []]
+    seen = _total(operator, "seen")
+    return RunReport(
+        run_dir=run_dir,
+        run_id=status.run_id,
+        state=status.state.value,
+        device=status.device,
+        restarts=status.restarts,
+        error=status.error,
+        seen=seen,
+        fed=_total(operator, "fed"),
+        kept=None if seen is None else seen - len(drops),
+        experiences=status.experiences,
+        duplicates=status.duplicates,
+        batches=status.batches,
+        steps=status.version,
+        trained=status.trained,
+        scored=status.scored,
+        dropped=len(drops),
+        drop_reasons=dict(Counter(_rule(drop.get("why", "")) for drop in drops)),
+        lost=dict(batches[-1].get("dropped") or {}) if batches else {},
+        first_loss=losses[0] if losses else status.first_loss,
+        last_loss=losses[-1] if losses else status.loss,
+        first_auc=next(iter(_known(batches, "auc")), status.first_auc),
+        last_auc=next(reversed(_known(batches, "auc_window")), status.auc),
+        paths=_paths(run_dir),
+    )
+
+
+def _known(lines: list[Line], name: str) -> list[float]:
+    return [float(line[name]) for line in lines if line.get(name) is not None]
+
+
+def _total(lines: list[Line], name: str) -> int | None:
+    values: list[Any] = [line[name] for line in lines if name in line]
+    return sum(values) if values else None
+
+
+def _rule(why: str) -> str:
+    # "quantile 0.1: score >= 0.8312": the limit differs from batch to batch, the rule does not.
+    return re.split(r":\s", why)[0] or "no reason given"
+
+
+def _paths(run_dir: Path) -> dict[str, Path]:
+    found = {
+        name: run_dir / file
+        for name, file in {
+            "metrics": "metrics.jsonl",
+            "status": "status.json",
+            "operator": "operator.jsonl",
+            "settings": "settings.json",
+            "tensorboard": "tensorboard",
+            "sidecar log": "sidecar.log",
+        }.items()
+    }
+    steps = sorted((run_dir / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    if steps:
+        found["checkpoint"] = steps[-1]
+    return {name: path for name, path in found.items() if path.exists()}

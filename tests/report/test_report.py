@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mps_trainer.errors import ConfigError, RunError
+from mps_trainer.report import plot, summarize
+from mps_trainer.run import State, Status
+
+
+def batch_line(batch: int, **values: Any) -> dict[str, Any]:
+    rng = np.random.default_rng(batch)
+    auc = 0.95 - 0.45 * np.exp(-batch / 6)
+    spread = np.sort(rng.normal(0.5 - batch / 80, 0.02, 5)) + np.array([-0.3, -0.15, 0, 0.15, 0.3])
+    line = {
+        "kind": "batch",
+        "t": 100.0 + batch,
+        "step": 4 * batch,
+        "batch": batch,
+        "loss": 0.7 * np.exp(-batch / 15) + rng.normal(0, 0.01),
+        "auc": min(1.0, auc + rng.normal(0, 0.02)),
+        "auc_window": auc,
+        "experiences": 128 * batch,
+        "scores": spread.tolist(),
+        "dropped": {"oldest": 0 if batch < 12 else 30, "newest": 0},
+    }
+    return {**line, **values}
+
+
+def write_run(run_dir: Path, lines: list[dict[str, Any]], operator: list[dict[str, Any]]) -> None:
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if operator:
+        (run_dir / "operator.jsonl").write_text("".join(json.dumps(line) + "\n" for line in operator))
+    status = Status(run_id="12345678", state=State.STOPPED, restarts=1, experiences=2560, batches=20, version=80)
+    status.save(run_dir)
+
+
+def operator_line(batch: int) -> dict[str, Any]:
+    drop = {"eid": "e1", "score": 0.9, "why": f"quantile 0.1: score >= 0.{batch:04d}"}
+    return {"t": batch, "batch": batch, "seen": 128, "fed": 128, "dropped": [drop] * (0 if batch < 3 else 12)}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    before = [batch_line(i) for i in range(1, 9)]
+    after = [batch_line(i) for i in range(7, 21)]
+    lines = [
+        *before,
+        {"kind": "resume", "t": 0, "step": 24, "batch": 6},
+        *after,
+        {"kind": "step", "step": 81, "loss": 1},
+    ]
+    write_run(tmp_path / "run", lines, [operator_line(i) for i in range(1, 21)])
+    (tmp_path / "run/checkpoints/step-9").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-80").mkdir()
+    return tmp_path / "run"
+
+
+def test_the_numbers_of_a_run(run_dir: Path) -> None:
+    report = summarize(run_dir)
+    assert (report.run_id, report.state, report.restarts) == ("12345678", "stopped", 1)
+    assert (report.seen, report.fed, report.dropped, report.kept) == (2560, 2560, 216, 2344)
+    assert report.drop_reasons == {"quantile 0.1": 216}
+    assert report.lost == {"oldest": 30, "newest": 0}
+    assert report.first_loss == batch_line(1)["loss"]
+    assert report.last_loss == batch_line(20)["loss"]
+    assert (report.first_auc, report.last_auc) == (batch_line(1)["auc"], batch_line(20)["auc_window"])
+    assert report.paths["checkpoint"].name == "step-80"
+
+
+def test_a_run_without_operator_lines_or_batches(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [], [])
+    report = summarize(tmp_path / "run")
+    assert (report.seen, report.first_loss, report.last_auc, report.lost) == (None, None, None, {})
+    with pytest.raises(RunError, match="holds no batch"):
+        plot(tmp_path / "run", tmp_path / "out.png")
+
+
+def test_a_half_written_line_is_skipped(run_dir: Path) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "batch", "ba')
+    assert summarize(run_dir).last_loss == batch_line(20)["loss"]
+
+
+def test_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no folder"):
+        summarize(tmp_path / "nothing")
+    with pytest.raises(RunError, match=r"status\.json does not exist"):
+        summarize(tmp_path)
+
+
+def test_the_picture(run_dir: Path, tmp_path: Path) -> None:
+    png = plot(run_dir, tmp_path / "plots" / "run.png")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert png.stat().st_size > 20_000
+
+
+def test_the_picture_of_a_run_that_only_feeds(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [batch_line(i, scores=None, auc=None, auc_window=None, dropped={}) for i in (1, 2)], [])
+    assert plot(tmp_path / "run", tmp_path / "run.png").exists()
+
+
+def test_without_matplotlib_the_error_names_the_extra(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"mps-trainer\[report\]"):
+        plot(run_dir, run_dir / "run.png")
+
+
+def test_summarize_imports_nothing_heavy(run_dir: Path) -> None:
+    code = (
+        "import sys, pathlib; from mps_trainer.report import summarize; summarize(pathlib.Path(sys.argv[1]));"
+        "print([m for m in ('torch', 'matplotlib', 'pyarrow', 'ray') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
