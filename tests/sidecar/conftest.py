@@ -27,13 +27,13 @@ def token_rows(rng: np.random.Generator, size: int, first: int = 0, vocabulary: 
     """`size` experiences whose reward follows from the tokens: more low ids than the median response."""
     tokens = [rng.integers(0, vocabulary, rng.integers(8, 48)).astype(np.int32) for _ in range(size)]
     share = np.array([(row < vocabulary // 2).mean() for row in tokens])
-    reward = (share > np.median(share)).astype(np.float32)
+    reward = (share > (np.median(share) if size else 0)).astype(np.float32)
     return {
         "eid": [f"e{first + i}" for i in range(size)],
         "group": [f"t{i // 8}" for i in range(size)],
         "reward": reward,
         "outcome": reward,
-        "baseline": np.full(size, reward.mean(), np.float32),
+        "baseline": np.full(size, reward.mean() if size else 0, np.float32),
         "tokens": tokens,
         "logprobs": [rng.standard_normal(len(row)).astype(np.float32) for row in tokens],
     }
