@@ -3,4 +3,5 @@
 # A thin door to `mps-trainer up`; everything else is in `mps-trainer up --help`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/find_mps_trainer.sh"
-exec "$(find_mps_trainer)" up "$@"
+command="$(find_mps_trainer)"
+exec "$command" up "$@"

@@ -3,4 +3,5 @@
 # A thin door to `mps-trainer down`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/find_mps_trainer.sh"
-exec "$(find_mps_trainer)" down "$@"
+command="$(find_mps_trainer)"
+exec "$command" down "$@"

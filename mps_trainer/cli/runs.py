@@ -124,7 +124,8 @@ def down(
 ) -> None:
     """End runs in order and remove what they used.
 
-    The sidecar takes what is in the rings, trains on it and saves a checkpoint first. Exit status 1 when something is still alive after the limit.
+    The sidecar takes what is in the rings, trains on it and saves a checkpoint first.
+    Exit status 1 when something is still alive after the limit.
 
     Example: mps-trainer down trinity.yaml
     """
