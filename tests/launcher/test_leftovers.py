@@ -1,0 +1,89 @@
+"""What dead runs left is found and removed; what lives, or is somebody else's, is not touched."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mps_trainer.launcher.leftovers import find_leftovers, remove_leftovers, remove_run
+from mps_trainer.run import new_run_id, run_paths, try_hold
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    name = new_run_id()
+    yield name
+    for path in SHM.glob(f"*mpst.{name}.*"):
+        path.unlink()
+
+
+def make(*names: str) -> list[Path]:
+    paths = [SHM / name for name in names]
+    for path in paths:
+        path.write_bytes(b"x")
+    return paths
+
+
+def objects_of(run_id: str) -> list[Path]:
+    return make(f"mpst.{run_id}.0", f"sem.mpst.{run_id}.0.s", f"sem.mpst.{run_id}.0.r", f"sem.mpst.{run_id}.bell")
+
+
+def test_objects_of_a_dead_run_are_removed(run_id: str) -> None:
+    paths = objects_of(run_id)
+    run_paths(run_id).run_file.write_text("{}")
+    assert {item.path for item in find_leftovers()} >= {*paths, run_paths(run_id).run_file}
+    removed = {item.path for item in remove_leftovers()}
+    assert removed >= set(paths)
+    assert not any(path.exists() for path in paths)
+    assert not run_paths(run_id).run_file.exists()
+
+
+def test_objects_of_a_live_run_stay(run_id: str) -> None:
+    paths = objects_of(run_id)
+    with try_hold(run_paths(run_id).supervisor_lock) or pytest.fail("the lock is held"):
+        remove_leftovers()
+        assert all(path.exists() for path in paths)
+    run_paths(run_id).remove()
+
+
+def test_a_segment_that_a_process_holds_stays_whatever_our_state_folder_says(run_id: str) -> None:
+    paths = objects_of(run_id)
+    descriptor = os.open(paths[0], os.O_RDWR)
+    # The life lock of one end: one byte somewhere in the segment.
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 4001, 1, 0))
+    remove_run(run_paths(run_id), run_id)
+    assert [path.exists() for path in paths] == [True, True, True, False]
+    os.close(descriptor)
+    remove_run(run_paths(run_id), run_id)
+    assert not any(path.exists() for path in paths)
+
+
+def test_a_lone_semaphore_gets_a_minute(run_id: str) -> None:
+    [path] = make(f"sem.mpst.{run_id}.3.s")
+    remove_leftovers()
+    assert path.exists()
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 61))
+    remove_leftovers()
+    assert not path.exists()
+
+
+def test_names_that_only_look_like_ours_stay(run_id: str) -> None:
+    paths = make(f"mpst.{run_id}.x", f"mpst.{run_id}.0.bak")
+    remove_leftovers()
+    assert all(path.exists() for path in paths)
+
+
+def test_a_run_that_is_about_to_start_stays(run_id: str) -> None:
+    owner = try_hold(run_paths(run_id).owner_lock)
+    assert owner is not None
+    remove_leftovers()
+    assert run_paths(run_id).owner_lock.exists()
+    owner.release()
+    run_paths(run_id).remove()

@@ -1,0 +1,96 @@
+"""Processes that end in order, and only ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conftest import wait_for
+
+from mps_trainer.launcher.process import Ended, ProcessIdentity, describe_exit, spawn, stop, stop_identity
+from mps_trainer.launcher.ray_cluster import stop_tree
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+
+
+def python(code: str, log: Path, **kwargs: bool) -> subprocess.Popen[bytes]:
+    return spawn([sys.executable, "-c", code], env=os.environ, log=log, **kwargs)  # type: ignore[arg-type]
+
+
+def test_a_child_that_listens_ends_by_itself(tmp_path: Path) -> None:
+    child = python("import time; time.sleep(60)", tmp_path / "log")
+    assert stop(child, grace_s=10) is Ended.BY_ITSELF
+    assert stop(child, grace_s=10) is Ended.ALREADY
+
+
+def test_a_stubborn_child_is_stopped_then_killed(tmp_path: Path) -> None:
+    child = python(STUBBORN, tmp_path / "log")
+    wait_for(lambda: (tmp_path / "log").read_text(), "the child")
+    started = time.monotonic()
+    assert stop(child, grace_s=0.2, gpu_drain_s=0.3) is Ended.KILLED
+    assert child.returncode == -signal.SIGKILL
+    assert 0.5 <= time.monotonic() - started < 5
+
+
+def test_another_process_with_the_same_pid_is_left_alone(tmp_path: Path) -> None:
+    child = python("import time; time.sleep(60)", tmp_path / "log")
+    real = ProcessIdentity.of(child.pid)
+    assert real is not None
+    predecessor = ProcessIdentity(child.pid, real.start_ticks - 1)
+    assert stop_identity(predecessor, grace_s=0.1) is Ended.ALREADY
+    assert child.poll() is None
+    assert stop_identity(real, grace_s=10) is Ended.BY_ITSELF
+    child.wait()
+
+
+def test_a_zombie_is_no_process(tmp_path: Path) -> None:
+    child = python("pass", tmp_path / "log")
+    wait_for(lambda: ProcessIdentity.of(child.pid) is None, "the zombie")
+    child.wait()
+
+
+def test_a_tied_child_ends_with_its_parent(tmp_path: Path) -> None:
+    parent_code = f"""
+import os, sys, time
+from pathlib import Path
+from mps_trainer.launcher.process import spawn
+child = spawn([sys.executable, "-c", "import time; print('on', flush=True); time.sleep(60)"], env=os.environ,
+              log=Path({str(tmp_path / "child")!r}), dies_with_us=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    parent = python(parent_code, tmp_path / "parent")
+    wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), "the child")
+    pid = int((tmp_path / "parent").read_text())
+    assert ProcessIdentity.of(pid) is not None
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: ProcessIdentity.of(pid) is None, "the end of the child")
+
+
+def test_a_tree_is_ended_with_the_orphans_of_its_session(tmp_path: Path) -> None:
+    # The middle process dies, so that the last one is nobody's child, as with Ray's workers.
+    code = f"""
+import subprocess, sys, time
+subprocess.run([sys.executable, "-c", '''
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
+'''])
+{STUBBORN}
+"""
+    head = python(code, tmp_path / "log")
+    wait_for(lambda: "on" in (tmp_path / "log").read_text(), "the tree")
+    orphan = int((tmp_path / "log").read_text().split()[0])
+    assert ProcessIdentity.of(orphan) is not None
+    stop_tree(head, grace_s=0.2)
+    assert ProcessIdentity.of(orphan) is None
+    assert head.poll() is not None
+
+
+def test_exits_are_described() -> None:
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-11) == "signal SIGSEGV"
