@@ -10,6 +10,7 @@ one may hang.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -42,6 +43,21 @@ class MpsClient:
     server_pid: int
     device: str
     command: str
+
+
+@dataclass(frozen=True)
+class GpuFault:
+    """What the server's log says of a fatal GPU error.
+
+    Attributes:
+        pid: the client that caused it.
+        torn_down: all clients that the server ended because of it, the one that caused it among them.
+        when: the log's own time stamp.
+    """
+
+    pid: int
+    torn_down: tuple[int, ...]
+    when: str
 
 
 class MpsDaemon:
@@ -81,19 +97,21 @@ class MpsDaemon:
         self.folder.make()
         if self.find() is not None:
             raise PlacementError(f"an MPS daemon runs in {self.folder.pipe_dir} already", "run `mps-trainer down`")
-        done = subprocess.run(
-            [self._binary, "-d"],
-            env=self._env(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        # A file and no pipe: the daemon keeps its output open, and a pipe would never end.
+        with (self.folder.log_dir / "start.log").open("wb") as output:
+            done = subprocess.run(
+                [self._binary, "-d"],
+                env=self._env(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=timeout_s,
+                check=False,
+            )
         if done.returncode or not _wait_for(lambda: self.find() is not None, timeout_s):
-            said = (done.stdout + done.stderr).strip()
             raise PlacementError(
-                f"the MPS daemon did not start (status {done.returncode}): {said}\n{self.log_tail('control')}",
+                f"the MPS daemon did not start (status {done.returncode}): {self.log_tail('start')}\n"
+                f"{self.log_tail('control')}",
                 "run `mps-trainer doctor`; a container needs the driver's MPS tools and a local /tmp",
             )
         self.ask("get_server_list", timeout_s)
@@ -137,6 +155,13 @@ class MpsDaemon:
     def is_client(self, pid: int) -> bool:
         """Whether `pid` is a client now: the proof that a process joined."""
         return any(client.pid == pid for client in self.clients())
+
+    def faults(self) -> list[GpuFault]:
+        """Fatal GPU errors since the daemon started, oldest first."""
+        try:
+            return parse_faults((self.folder.log_dir / "server.log").read_text(errors="replace"))
+        except FileNotFoundError:
+            return []
 
     def quit(self, timeout_s: float = 10.0, *, force_after_s: int | None = None) -> bool:
         """End the daemon and its servers and delete the folder; whether it ended within `timeout_s`.
@@ -205,6 +230,24 @@ def parse_clients(text: str) -> list[MpsClient]:
         MpsClient(int(words[at["PID"]]), int(words[at["SERVER"]]), words[at["DEVICE"]], words[at.get("COMMAND", -1)])
         for words in rows
     ]
+
+
+_FAULT = re.compile(r"\[(?P<when>[^\]]+?) Server +\d+\] Client \{PID: (?P<pid>\d+), .*encountered a fatal GPU error")
+_TORN_DOWN = re.compile(r"Client \{PID: (\d+), .*to be torn down")
+
+
+def parse_faults(server_log: str) -> list[GpuFault]:
+    """Fatal GPU errors from server.log."""
+    found: list[GpuFault] = []
+    for line in server_log.splitlines():
+        culprit = _FAULT.search(line)
+        victim = _TORN_DOWN.search(line)
+        if culprit:
+            found.append(GpuFault(int(culprit["pid"]), (), culprit["when"]))
+        elif victim and found and int(victim[1]) not in found[-1].torn_down:
+            last = found[-1]
+            found[-1] = GpuFault(last.pid, (*last.torn_down, int(victim[1])), last.when)
+    return found
 
 
 def _command_line(pid: int) -> str:

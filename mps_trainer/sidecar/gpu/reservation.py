@@ -104,18 +104,19 @@ def _check_limit_is_there(limit_bytes: int) -> None:
 def _fill(device: torch.device, pool_bytes: int) -> list[Tensor]:
     anchors: list[Tensor] = []
     try:
-        small = [
-            torch.empty(_SMALL_TENSOR, dtype=torch.uint8, device=device) for _ in range(SMALL_POOL // _SMALL_TENSOR)
-        ]
-        # Two tensors fill a segment; one of each pair is replaced by an anchor in the gap it leaves.
+        small = [_bytes(_SMALL_TENSOR, device) for _ in range(SMALL_POOL // _SMALL_TENSOR)]
+        # Two tensors fill a segment. The first of each pair gives way to an anchor and a filler: without the filler
+        # the allocator would put the next anchor into the same gap, and its own segment would have none.
         for i in range(0, len(small), 2):
             small[i] = torch.empty(0)
-            anchors.append(torch.empty(_SMALL_ANCHOR, dtype=torch.uint8, device=device))
+            anchors.append(_bytes(_SMALL_ANCHOR, device))
+            small[i] = _bytes(_SMALL_TENSOR - _SMALL_ANCHOR, device)
+        del small
         rest = pool_bytes - torch.cuda.memory_reserved(device)
         if rest >= _LARGE_ANCHOR:
-            large = torch.empty(rest // _SMALL_SEGMENT * _SMALL_SEGMENT, dtype=torch.uint8, device=device)
+            large = _bytes(rest // _SMALL_SEGMENT * _SMALL_SEGMENT, device)
             del large
-            anchors.append(torch.empty(_LARGE_ANCHOR, dtype=torch.uint8, device=device))
+            anchors.append(_bytes(_LARGE_ANCHOR, device))
     except torch.OutOfMemoryError:
         free = memory_info()[0]
         raise PlacementError(
@@ -124,6 +125,10 @@ def _fill(device: torch.device, pool_bytes: int) -> list[Tensor]:
             "lower `memory`, or find out who else is on the GPU with `mps-trainer doctor`",
         ) from None
     return anchors
+
+
+def _bytes(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _prove(limit_bytes: int) -> int:

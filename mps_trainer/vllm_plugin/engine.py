@@ -1,0 +1,81 @@
+"""The engine itself: on which GPUs it is, with how much memory it starts, and when it is up."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pynvml
+
+from mps_trainer.mps.summons import EngineSession
+
+# Module and class whose constructor returns once the engine has measured memory and is up.
+_ENGINES = (("vllm.v1.engine.async_llm", "AsyncLLM"), ("vllm.v1.engine.llm_engine", "LLMEngine"))
+
+
+def visible_gpus(cuda_visible_devices: str | None) -> tuple[str, ...]:
+    """UUIDs of the GPUs that a process with this variable sees; no CUDA context is made.
+
+    Ordinals are read as NVML's, which are Ray's; CUDA's agree with them unless the machine mixes GPU models.
+    """
+    pynvml.nvmlInit()
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        if cuda_visible_devices is None:
+            words = [str(i) for i in range(count)]
+        else:
+            words = [word.strip() for word in cuda_visible_devices.split(",") if word.strip()]
+        return tuple(_uuid(word) for word in words if not word.isdigit() or int(word) < count)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def follow_engine(session: EngineSession, utilization: float | None) -> None:
+    """Lower the memory share of the engine that this process builds, and report when it is up."""
+    # By name, since vLLM is no dependency of ours; it is what is calling us.
+    EngineArgs = importlib.import_module("vllm.engine.arg_utils").EngineArgs
+    original = EngineArgs.create_engine_config
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wished = self.gpu_memory_utilization
+        # The smaller one: calling it again, or a user who asks for less, lowers nothing twice.
+        if utilization is not None:
+            self.gpu_memory_utilization = min(wished, utilization)
+        session.tell("config", wished=wished, utilization=self.gpu_memory_utilization)
+        _report_when_up(session)
+        return original(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _report_when_up(session: EngineSession) -> None:
+    for module_name, class_name in _ENGINES:
+        engine = getattr(sys.modules.get(module_name), class_name, None)
+        if engine is not None and not hasattr(engine.__init__, "__wrapped__"):
+            engine.__init__ = _reporting(engine.__init__, session)
+
+
+def _reporting(build: Callable[..., None], session: EngineSession) -> Callable[..., None]:
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            build(self, *args, **kwargs)
+        except BaseException as error:
+            session.tell("failed", error=f"{type(error).__name__}: {error}")
+            session.close()
+            raise
+        session.tell("ready")
+        session.close()
+
+    return __init__
+
+
+def _uuid(word: str) -> str:
+    if not word.isdigit():
+        return word
+    found = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(int(word)))
+    return found.decode() if isinstance(found, bytes) else str(found)

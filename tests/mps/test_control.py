@@ -1,0 +1,161 @@
+"""The daemon, with a fake control binary that answers with recorded text. Processes, files and locks are real."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import HERE, recorded
+
+from mps_trainer.errors import AlreadyRunningError, PlacementError
+from mps_trainer.mps.control import MpsDaemon, parse_clients, parse_faults
+from mps_trainer.mps.folder import MpsFolder, mps_folder
+from mps_trainer.mps.lease import take_gpu
+from mps_trainer.mps.sweep import sweep_daemons
+from mps_trainer.run import try_hold
+
+UUID = "GPU-0f3cc1cf-565d-9b0a-543c-d4b754f70410"
+PS = (
+    "PID      ID   SERVER   DEVICE               NAMESPACE    COMMAND                       ATTRIBUTES\n"
+    "459      1    466      GPU-0f3cc1cf-565d    4026531836   python3                       N/A\n"
+)
+
+
+def answers(monkeypatch, state, **by_command):
+    path = state / "answers.json"
+    path.write_text(json.dumps(by_command))
+    monkeypatch.setenv("FAKE_MPS_ANSWERS", str(path))
+
+
+def test_fake_daemon_starts_sees_every_gpu_and_ends_with_its_folder(fake_daemon, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    started = fake_daemon.start()
+    assert started.is_running
+    assert fake_daemon.find() == started
+    # With CUDA_VISIBLE_DEVICES the real one would renumber the GPUs under Ray's feet.
+    assert json.loads(fake_daemon.log_tail("control"))["CUDA_VISIBLE_DEVICES"] is None
+    assert fake_daemon.folder.pipe_dir.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(PlacementError, match=r"runs in .* already"):
+        fake_daemon.start()
+    assert fake_daemon.quit()
+    assert not started.is_running
+    assert fake_daemon.find() is None
+    assert not fake_daemon.folder.path.exists()
+
+
+def test_fake_daemon_two_runs_do_not_meet(state):
+    daemons = [MpsDaemon(mps_folder(f"{i}abcdef0"), str(HERE / "fake_control")) for i in range(2)]
+    first, second = (daemon.start() for daemon in daemons)
+    assert first != second
+    assert daemons[0].quit()
+    assert second.is_running
+    assert daemons[1].quit()
+
+
+def test_fake_daemon_names_its_servers_and_clients(fake_daemon, state, monkeypatch):
+    answers(monkeypatch, state, ps=PS, get_server_list="466\n", **{"get_server_status 466": "ACTIVE\n"})
+    fake_daemon.start()
+    assert fake_daemon.servers() == [466]
+    assert fake_daemon.server_status(466) == "ACTIVE"
+    assert fake_daemon.is_client(459)
+    assert not fake_daemon.is_client(466)
+
+
+def test_fake_daemon_that_does_not_answer_is_an_error_within_the_limit(fake_daemon, monkeypatch):
+    fake_daemon.start()
+    monkeypatch.setenv("FAKE_MPS_HANG", "ps")
+    before = time.monotonic()
+    with pytest.raises(PlacementError, match="did not answer 'ps'"):
+        fake_daemon.ask("ps", timeout_s=0.6)
+    assert time.monotonic() - before < 5
+
+
+def test_fake_daemon_is_asked_one_question_at_a_time(fake_daemon):
+    fake_daemon.start()
+    with try_hold(fake_daemon.folder.control_lock), pytest.raises(PlacementError, match="another question"):
+        fake_daemon.ask("get_server_list", timeout_s=0.2)
+    errors = []
+
+    def ask():
+        try:
+            fake_daemon.ask("get_server_list", timeout_s=20)
+        except PlacementError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_fake_daemon_that_cannot_start_says_what_it_said(fake_daemon, monkeypatch):
+    monkeypatch.setenv("FAKE_MPS_BROKEN", "1")
+    with pytest.raises(PlacementError, match="permission denied"):
+        fake_daemon.start()
+
+
+def test_without_a_control_binary_the_message_names_the_package(state):
+    with pytest.raises(PlacementError, match="not on the PATH") as caught:
+        MpsDaemon(mps_folder("a1b2c3d4"), "no-such-binary").start()
+    assert "nvidia-compute-utils" in caught.value.todo
+
+
+def test_a_path_too_long_for_a_socket_is_refused_before_anything_starts(tmp_path):
+    folder = MpsFolder(tmp_path / ("x" * 120))
+    with pytest.raises(PlacementError, match="too long"):
+        folder.make()
+    assert not folder.path.exists()
+
+
+def test_a_pid_file_that_names_somebody_else_is_not_our_daemon(fake_daemon):
+    fake_daemon.folder.make()
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        (fake_daemon.folder.pipe_dir / "nvidia-cuda-mps-control.pid").write_text(str(sleeper.pid))
+        assert fake_daemon.find() is None
+        assert fake_daemon.quit()
+        assert sleeper.poll() is None
+    finally:
+        sleeper.communicate(b"\n")
+
+
+@pytest.mark.parametrize("text", ["", "\n", "No servers\n", PS.splitlines()[0]])
+def test_no_clients_in_what_lists_none(text):
+    assert parse_clients(text) == []
+
+
+def test_recorded_server_log_names_who_caused_a_fault_and_who_fell_with_it():
+    (fault,) = parse_faults(recorded("server_580_fault.log"))
+    assert fault.pid == 530
+    assert fault.torn_down == (530, 535)
+    assert fault.when.startswith("2026-11-30 15:26:47")
+
+
+def test_a_gpu_is_leased_to_one_run_and_the_holder_is_named(state):
+    with take_gpu(UUID, "aaaa1111"):
+        with pytest.raises(AlreadyRunningError, match=f"aaaa1111, pid {os.getpid()}"):
+            take_gpu(UUID, "bbbb2222")
+        take_gpu(UUID.replace("0f3c", "ffff"), "bbbb2222").release()
+    take_gpu(UUID, "bbbb2222").release()
+
+
+def test_fake_daemons_of_dead_runs_are_swept_and_busy_or_living_ones_are_not(state, monkeypatch):
+    binary = str(HERE / "fake_control")
+    dead, busy, living = (MpsDaemon(mps_folder(f"{i}abcdef0"), binary) for i in range(3))
+    for daemon in (dead, living):
+        daemon.start()
+    try:
+        assert sweep_daemons(lambda run_id: run_id == "2abcdef0", binary) == (["0abcdef0"], [])
+        answers(monkeypatch, state, ps=PS)
+        busy.start()
+        assert sweep_daemons(lambda run_id: run_id == "2abcdef0", binary) == ([], ["1abcdef0"])
+        assert busy.find() is not None
+        assert living.find() is not None
+    finally:
+        for daemon in (busy, living):
+            assert daemon.quit()
