@@ -95,7 +95,12 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, ready: Re
             learning = build_learning(record, settings)
             sidecar = Sidecar(record, settings, learning, status, ending)
             stack.callback(sidecar.close)
-            sidecar.serve(ready)
+            try:
+                sidecar.serve(ready)
+            except TaskError:
+                # It is not restarted, so what dead operators left is removed now.
+                sidecar.close(unlink=True)
+                raise
         except MpsTrainerError as error:
             status.state, status.error = State.FAILED, str(error)
             status.save(Path(record.run_dir))
@@ -151,12 +156,12 @@ class Sidecar:
         self._set_state(State.STOPPED)
         self._hub.close(unlink=True)
 
-    def close(self) -> None:
-        """Leave nothing in flight on the device and nothing open; channels stay for a successor."""
+    def close(self, *, unlink: bool = False) -> None:
+        """Leave nothing in flight on the device and nothing open; without `unlink` channels stay for a successor."""
         self._trainer.synchronize()
         self._learning.journal.close()
         self._metrics.close()
-        self._hub.close(unlink=False)
+        self._hub.close(unlink=unlink)
 
     def _resume(self) -> None:
         self._status.resumed_from = self._learning.resumed_from

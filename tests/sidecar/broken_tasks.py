@@ -40,3 +40,13 @@ class NanWhenNegative(Plain):
     def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         loss = super().loss(model, batch)
         return loss * torch.nan if bool((batch["reward"] == -1).any()) else loss
+
+
+class TextLength(Plain):
+    """Not broken: scores an experience by the length of its text."""
+
+    def columns(self) -> list[Column]:
+        return [Column(name="words", source="response_text", dtype="text", maximum=64)]
+
+    def score(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        return torch.tensor([float(len(text)) for text in batch.texts["words"]])

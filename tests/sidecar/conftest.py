@@ -76,9 +76,9 @@ class Run:
             line = pipe.readline()
         return child, json.loads(line) if line else {}
 
-    def channel(self, num_slots: int = 4, **options: Any) -> OperatorChannel:
+    def channel(self, num_slots: int = 4, slot_bytes: int = 2**18, **options: Any) -> OperatorChannel:
         columns = wire_columns(load_task(self.settings.task, self.settings.task_args))
-        ring = RingSettings(num_slots=num_slots, slot_bytes=2**18)
+        ring = RingSettings(num_slots=num_slots, slot_bytes=slot_bytes)
         options = {"backpressure": "block", "block_timeout_s": 20} | options
         return OperatorChannel.create(self.run_id, columns, ring, **options)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import token_rows
 from plain_loop import assert_same_weights, newest_weights, train_plainly
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mps_trainer.run import State
+from mps_trainer.run import State, Status
 from mps_trainer.run.exit_codes import BAD_CONFIG, OK, TASK_FAILED
 
 
@@ -129,6 +132,53 @@ def test_a_loss_that_becomes_nan_names_step_and_experiences(
     assert "step 4" in status.error
     assert "the loss is nan" in status.error
     assert "bad" in status.error
+
+
+def test_text_columns_and_many_parts(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
+    monkeypatch.syspath_prepend(str(request.path.parent))
+    run = make_run(task="broken_tasks:TextLength", task_args={})
+    run.start()
+    with run.channel(slot_bytes=2**13) as channel:
+        run.wait_for_attach(channel)
+        texts = ["x" * (i % 60) for i in range(300)]
+        rows = {"eid": [f"e{i}" for i in range(300)], "group": ["t"] * 300, "reward": np.ones(300, np.float32)}
+        assert channel.send(rows | {"words": texts}, request_id=1, want_scores=True).parts > 1
+        scores = channel.receive_scores(1, timeout_s=20)
+        assert scores is not None
+        assert scores.values.tolist() == [len(text) for text in texts]
+
+
+def test_a_long_batch_of_steps_and_a_restart_are_in_the_metrics(make_run: Any) -> None:
+    run = make_run(steps_per_batch=120, batch_size=8, checkpoint_every=100, min_experiences=1)
+    with run.channel() as channel:
+        first, _ = run.start()
+        for number in range(2):
+            rows = token_rows(np.random.default_rng(number), 20, 20 * number)
+            channel.send(rows, request_id=number, want_scores=False)
+            wait_until(lambda done=number + 1: run.status().batches == done)
+        first.kill()
+        assert first.wait(10) == -signal.SIGKILL
+        Status(run_id=run.run_id, state=State.RESTARTING, restarts=1).save(run.run_dir)
+        run.start()
+        assert (run.status().restarts, run.status().resumed_from, run.status().version) == (1, 240, 240)
+        channel.send(token_rows(np.random.default_rng(9), 20, 90), request_id=3, want_scores=False)
+        wait_until(lambda: run.status().batches == 3)
+    kinds = [line["kind"] for line in run.metrics()]
+    assert kinds == ["step", "step", "batch"] * 2 + ["resume"] + ["step", "step", "batch"]
+    assert [line["step"] for line in run.metrics() if line["kind"] == "batch"] == [120, 240, 360]
+    accumulator = EventAccumulator(str(run.run_dir / "tensorboard"))
+    accumulator.Reload()
+    assert [event.step for event in accumulator.Scalars("sidecar/replay_size")][-1] == 360
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 20) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_missing_run_file_is_told(make_run: Any) -> None:
