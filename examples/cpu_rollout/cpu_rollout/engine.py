@@ -8,8 +8,6 @@ actor answers to that name. Chat template, prompt truncation and the conversion 
 from __future__ import annotations
 
 import asyncio
-import zlib
-from collections import Counter
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trinity.common.experience import Experience
 from trinity.common.models.model import BaseInferenceModel
 
-from cpu_rollout.sampling import sample_responses, score_tokens
+from cpu_rollout.sampling import RequestChance, sample_responses, score_tokens
 
 
 class CpuRolloutModel(BaseInferenceModel):
@@ -27,7 +25,7 @@ class CpuRolloutModel(BaseInferenceModel):
         super().__init__(config)
         self.model: Any = None
         self.model_version = 0
-        self.requests: Counter[int] = Counter()
+        self.chance = RequestChance(int(config.seed))
         self.generating = asyncio.Lock()
 
     async def _initialize_tokenizer(self) -> None:
@@ -52,7 +50,7 @@ class CpuRolloutModel(BaseInferenceModel):
         max_tokens = int(options.get("max_tokens") or self.config.max_response_tokens)
         temperature = options.get("temperature")
         temperature = self.config.temperature if temperature is None else float(temperature)
-        generator = self._generator(prompt_ids)
+        generator = self.chance.generator(prompt_ids)
         async with self.generating:
             responses = await asyncio.to_thread(
                 sample_responses,
@@ -73,12 +71,6 @@ class CpuRolloutModel(BaseInferenceModel):
             )
             for response in responses
         ]
-
-    def _generator(self, prompt_ids: list[int]) -> torch.Generator:
-        """Seeded by the prompt and how often it was asked: runners race, and the order of requests must not matter."""
-        key = zlib.crc32(repr(prompt_ids).encode())
-        self.requests[key] += 1
-        return torch.Generator().manual_seed(key + (self.requests[key] << 32) + int(self.config.seed))
 
     async def logprobs(
         self, token_ids: list[int], lora_request: Any = None, temperature: float | None = None

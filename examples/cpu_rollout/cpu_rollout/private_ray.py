@@ -152,7 +152,7 @@ class PrivateRay:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509
+                preexec_fn=_end_with_parent,
             )
         return port
 

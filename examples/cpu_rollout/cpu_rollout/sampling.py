@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,25 @@ class Response(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]
+
+
+class RequestChance:
+    """A random generator for each request, seeded by its prompt and by how often that prompt has come.
+
+    Workflow runners race; so the same run gives the same responses whatever the order of the requests.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._asked: Counter[tuple[int, ...]] = Counter()
+
+    def generator(self, prompt: list[int]) -> torch.Generator:
+        """The generator of the next request with these prompt tokens."""
+        key = tuple(prompt)
+        self._asked[key] += 1
+        # All goes into 32 bits: the CPU generator ignores the others.
+        seed = zlib.crc32(repr((self._seed, self._asked[key], key)).encode())
+        return torch.Generator().manual_seed(seed)
 
 
 def _next_logits(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import zlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from cpu_rollout.sampling import sample_responses, score_tokens
+from cpu_rollout.sampling import RequestChance, sample_responses, score_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinker import types
@@ -40,12 +38,12 @@ async def _answer(result: types.Result) -> types.Result:
 
 
 class SamplingClient:
-    """Samples from one checkpoint. Its randomness depends on the prompt and how often it was asked, as in the engine."""
+    """Samples from one checkpoint; as in the engine, chance depends on the prompt and how often it was asked."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.model = _load(path).eval()
-        self.requests: Counter[int] = Counter()
+        self.chance = RequestChance()
         self.lock = asyncio.Lock()
 
     def get_tokenizer(self) -> Any:
@@ -59,9 +57,7 @@ class SamplingClient:
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
     ) -> types.SampleResponse:
-        key = zlib.crc32(repr(prompt.tokens).encode())
-        self.requests[key] += 1
-        generator = torch.Generator().manual_seed(key + (self.requests[key] << 32))
+        generator = self.chance.generator(prompt.tokens)
         async with self.lock:
             responses = await asyncio.to_thread(
                 sample_responses,

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Every check, as CI runs them. Arguments go to pytest:  scripts/test.sh -m "not trinity" tests/transport
+set -euo pipefail
+# shellcheck source=scripts/venv.sh
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+install "trinity,report,dev"
+cd "$REPO"
+export PATH=$VENV/bin:$PATH
+say "ruff check" && ruff check .
+say "ruff format" && ruff format --check .
+say "mypy" && mypy
+say "lint-imports" && lint-imports
+say "pytest" && python -m pytest "$@"
+say "all checks passed"
