@@ -80,7 +80,7 @@ app.command()(look.report)
 def run(argv: Sequence[str]) -> int:
     """Run the command line; the exit code."""
     try:
-        app(args=list(argv))
+        app(args=list(argv), prog_name="mps-trainer")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     except Exception as error:

@@ -94,10 +94,10 @@ def _decide_mps(config: TrinityConfig, device: str, machine: Machine) -> tuple[s
     wish = config.settings.mps
     if wish == "off":
         return "off", "mps: off, as you asked"
-    if config.engine_type in _NO_VLLM:
-        obstacle = f"{_NO_VLLM[config.engine_type]}: there is no vLLM engine to share a GPU with"
-    elif not machine.gpu.gpus:
+    if not machine.gpu.gpus:
         obstacle = f"there is no GPU here: {machine.gpu.why_none()}"
+    elif config.engine_type in _NO_VLLM:
+        obstacle = f"{_NO_VLLM[config.engine_type]}: there is no vLLM engine to share a GPU with"
     elif device == "cpu":
         obstacle = "the sidecar trains on the CPU"
     else:

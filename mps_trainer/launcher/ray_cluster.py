@@ -30,6 +30,7 @@ RayChoice = Literal["auto", "private", "existing"]
 START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 _STATUS_SECONDS = 60.0
+_CONNECT_SECONDS = 5.0
 _POLL_S = 0.1
 _MIN_CPUS = 8  # each model and each runner reserves one, and none of them uses a whole core
 
@@ -73,6 +74,8 @@ def _find_existing(*, required: bool, progress: Callable[[str], None]) -> Ray | 
     address = os.environ.get("RAY_ADDRESS", "")
     if not required and not address and not _some_ray_runs():
         return None
+    if address:
+        _check_somebody_listens(address)
     progress("asking `ray status` for a running Ray")
     try:
         answer = subprocess.run(
@@ -92,6 +95,20 @@ def _find_existing(*, required: bool, progress: Callable[[str], None]) -> Ray | 
         f"no Ray answers{f' at RAY_ADDRESS={address}' if address else ''}: {said[-1] if said else 'no message'}",
         "start one with `ray start --head`, or use --ray private; if it runs with tokens, set RAY_AUTH_MODE alike",
     )
+
+
+def _check_somebody_listens(address: str) -> None:
+    # Where nobody listens, `ray status` takes most of a minute to say so.
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise RunError(
+            f"no Ray answers at RAY_ADDRESS={address}: {error}",
+            "unset RAY_ADDRESS, start that Ray again, or use --ray private",
+        ) from None
 
 
 def _some_ray_runs() -> bool:

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from launcher_helpers import CONFIG, FAKE_SIDECAR
 
-from mps_trainer.launcher.process import ProcessIdentity
 from mps_trainer.launcher.runs import end_runs, list_runs
 from mps_trainer.run import STATE_DIR_VARIABLE
-
-FAKE_SIDECAR = Path(__file__).with_name("fake_sidecar.py")
-
-CONFIG = """\
-# how we explore
-mode: explore
-project: lab
-name: {name}
-checkpoint_root_dir: {root}  # scratch disk
-model: {{model_path: "${{oc.env:HOME}}/model", max_model_len: 512}}
-buffer:
-  batch_size: 4
-  total_steps: 2
-data_processor:
-  experience_pipeline:
-    operators:
-      # ours comes first
-      - name: mps_trainer.operator.AuxTrainer
-        args:
-          device: cpu   # no GPU on my laptop
-          ring_slots: 2
-          ring_slot: 1MiB
-          ready_timeout: 20s
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -70,21 +44,3 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 def fake() -> Callable[[str], list[str]]:
     """The command of a stand-in sidecar with a behaviour; see fake_sidecar.py."""
     return lambda behaviour: [sys.executable, str(FAKE_SIDECAR), behaviour]
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 15.0) -> None:
-    """Poll until `condition` holds; fails with `what` after the limit."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"waited {timeout_s:.0f} s for {what}"
-        time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process with this PID runs and is no zombie."""
-    return ProcessIdentity.of(pid) is not None
-
-
-def kill(pid: int, number: int) -> None:
-    """Signal a process that the test started."""
-    os.kill(pid, number)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import CONFIG
+from launcher_helpers import CONFIG
 
 from mps_trainer.errors import ConfigError
 from mps_trainer.launcher.derived_config import HEADER, DerivedConfig, derive
@@ -82,7 +82,10 @@ ARGS = """\
             "      - name: aux_trainer\n        args: {}\n",
             ["-        args: {}", f'+        args: {{run_file: "{RUN_FILE}"}}'],
         ),
-        ("      - name: aux_trainer\n        args:\n", ["-        args:", f'+        args: {{run_file: "{RUN_FILE}"}}']),
+        (
+            "      - name: aux_trainer\n        args:\n",
+            ["-        args:", f'+        args: {{run_file: "{RUN_FILE}"}}'],
+        ),
         (
             "      - name: aux_trainer\n        args: {use: feed}  # x\n",
             ["-        args: {use: feed}  # x", f'+        args: {{run_file: "{RUN_FILE}", use: feed}}  # x'],

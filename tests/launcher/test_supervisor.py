@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import FAKE_SIDECAR, is_alive, kill, wait_for
+from launcher_helpers import FAKE_SIDECAR, is_alive, kill, wait_for
 
 from mps_trainer.errors import AlreadyRunningError, MpsTrainerError, RunError
 from mps_trainer.launcher.process import Ended

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import wait_for
+from launcher_helpers import wait_for
 
 from mps_trainer.launcher.process import Ended, ProcessIdentity, describe_exit, spawn, stop, stop_identity
 from mps_trainer.launcher.ray_cluster import stop_tree

@@ -1,0 +1,159 @@
+"""What a person sees: help, messages, exit codes, and what the commands do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("up", "run", "down", "status", "plan", "doctor", "report")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(mps_trainer: Command, command: str) -> None:
+    answer = mps_trainer(command, "--help")
+    assert answer.returncode == 0
+    assert f"Example: mps-trainer {command}" in " ".join(answer.stdout.split())
+
+
+def test_help_names_every_command(mps_trainer: Command) -> None:
+    answer = mps_trainer("--help")
+    assert all(f"\n  {command} " in answer.stdout for command in COMMANDS)
+    assert "..." not in answer.stdout.partition("Commands:")[2], "a summary is cut off"
+
+
+def test_version(mps_trainer: Command) -> None:
+    assert mps_trainer("--version").stdout.startswith("mps-trainer 0.")
+
+
+_LOADED = """
+import sys
+from mps_trainer.cli.app import run
+code = run(sys.argv[1:])
+loaded = {name.partition(".")[0] for name in sys.modules}
+heavy = sorted(loaded & {"torch", "ray", "trinity", "pyarrow", "pandas", "numpy"})
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(f"\\n{code} {heavy} {peak}")
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["plan", "CONFIG"], ["doctor"], ["status"]])
+def test_the_command_line_is_lean(arguments: list[str], config: Path, environment: dict[str, str]) -> None:
+    arguments = [str(config) if item == "CONFIG" else item for item in arguments]
+    answer = subprocess.run(
+        [sys.executable, "-c", _LOADED, *arguments], env=environment, capture_output=True, text=True, timeout=60
+    )
+    code, heavy, peak_kib = answer.stdout.splitlines()[-1].split(" ")
+    assert (code, heavy) == ("0", "[]"), answer.stdout + answer.stderr
+    assert int(peak_kib) < 120 * 1024
+
+
+def test_an_error_is_a_message_with_what_to_do_and_exit_2(mps_trainer: Command, tmp_path: Path) -> None:
+    answer = mps_trainer("up", tmp_path / "no.yaml")
+    assert answer.returncode == 2
+    assert answer.stderr.splitlines() == [
+        f"mps-trainer: no such file: {tmp_path / 'no.yaml'}",
+        "  What to do: give the path of your Trinity YAML",
+    ]
+
+
+def test_brackets_in_a_message_are_no_markup(mps_trainer: Command) -> None:
+    assert "no live run '[bold]x'" in mps_trainer("down", "[bold]x").stderr
+
+
+def test_debug_shows_the_traceback(mps_trainer: Command, tmp_path: Path) -> None:
+    assert "Traceback" in mps_trainer("--debug", "up", tmp_path / "no.yaml").stderr
+
+
+def test_wrong_use_is_exit_2(mps_trainer: Command) -> None:
+    assert mps_trainer("up").returncode == 2
+    assert mps_trainer("run", "x.yaml", "--ray", "big").returncode == 2
+
+
+def test_plan_prints_all_and_starts_nothing(mps_trainer: Command, config: Path, tmp_path: Path) -> None:
+    before = config.read_bytes()
+    answer = mps_trainer("plan", config)
+    assert answer.returncode == 0
+    for expected in ("* ring_slots: 2", "device: cpu, as you asked", "mps: off, since", '+ray_namespace: "lab/run"'):
+        assert expected in answer.stdout
+    assert config.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "state") == ["trinity.yaml"]
+    assert list((tmp_path / "state").rglob("*.json")) == []
+
+
+def test_up_with_a_disabled_operator_says_the_plain_command(mps_trainer: Command, config: Path) -> None:
+    config.write_text(config.read_text().replace("ring_slots: 2", "enabled: false"))
+    answer = mps_trainer("up", config)
+    assert answer.returncode == 0
+    assert answer.stdout == f"enabled is false in {config}: nothing to start. Run: trinity run --config {config}\n"
+
+
+def test_status_and_down_without_runs(mps_trainer: Command, config: Path) -> None:
+    assert mps_trainer("status").stdout == "no live run\n"
+    assert mps_trainer("down").returncode == 0
+    assert mps_trainer("down", config).returncode == 0
+    unknown = mps_trainer("down", "0123abcd")
+    assert unknown.returncode == 2
+    assert "no live run '0123abcd'; live runs: none" in unknown.stderr
+
+
+def test_doctor_cleans_only_what_dead_runs_left(mps_trainer: Command, tmp_path: Path) -> None:
+    mps_trainer("status")
+    stale = tmp_path / "state" / "runs" / "0123abcd.json"
+    stale.write_text("{}")
+    assert "1 of dead runs (0123abcd)" in mps_trainer("doctor").stdout
+    answer = mps_trainer("doctor", "--clean")
+    assert f"removed {stale}" in answer.stdout
+    assert not stale.exists()
+
+
+@pytest.mark.slow
+def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path, environment: dict[str, str]) -> None:
+    door = {**environment, "MPS_TRAINER_VENV": sys.prefix}
+    started = subprocess.run(
+        [ROOT / "scripts" / "start_mps.sh", config], env=door, capture_output=True, text=True, timeout=120
+    )
+    try:
+        assert started.returncode == 0, started.stderr
+        assert "READY after" in started.stdout
+        assert (
+            f"trinity run --config {os.path.relpath(config.with_name('trinity.mps.yaml'))}" in started.stdout
+            or str(config.with_name("trinity.mps.yaml")) in started.stdout
+        )
+        [run] = json.loads(mps_trainer("status", "--json").stdout)
+        assert (run["status"]["state"], run["device"], run["mps"]) == ("ready", "cpu", "off")
+        assert run["run_id"] in mps_trainer("status").stdout
+        second = mps_trainer("up", config)
+        assert second.returncode == 2
+        assert f"mps-trainer down {run['run_id']}" in second.stderr
+    finally:
+        stopped = subprocess.run(
+            [ROOT / "scripts" / "stop_mps.sh", config], env=door, capture_output=True, text=True, timeout=120
+        )
+    assert stopped.returncode == 0, stopped.stderr
+    assert "ended when asked" in stopped.stdout
+    assert "state: stopped" in mps_trainer("status", run["run_dir"]).stdout
+    assert not list(Path("/dev/shm").glob(f"*mpst.{run['run_id']}*"))
+
+
+def test_the_doors_say_what_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name in ("start_mps.sh", "find_mps_trainer.sh"):
+        (folder / name).write_text((ROOT / "scripts" / name).read_text())
+    answer = subprocess.run(
+        ["bash", folder / "start_mps.sh", "x.yaml"],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert answer.returncode == 1
+    assert "What to do" in answer.stderr

@@ -1,0 +1,52 @@
+"""What the tests of the launcher share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mps_trainer.launcher.process import ProcessIdentity
+
+FAKE_SIDECAR = Path(__file__).with_name("fake_sidecar.py")
+
+CONFIG = """\
+# how we explore
+mode: explore
+project: lab
+name: {name}
+checkpoint_root_dir: {root}  # scratch disk
+model: {{model_path: "${{oc.env:HOME}}/model", max_model_len: 512}}
+buffer:
+  batch_size: 4
+  total_steps: 2
+data_processor:
+  experience_pipeline:
+    operators:
+      # ours comes first
+      - name: mps_trainer.operator.AuxTrainer
+        args:
+          device: cpu   # no GPU on my laptop
+          ring_slots: 2
+          ring_slot: 1MiB
+          ready_timeout: 20s
+"""
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 15.0) -> None:
+    """Poll until `condition` holds; fails with `what` after the limit."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process with this PID runs and is no zombie."""
+    return ProcessIdentity.of(pid) is not None
+
+
+def kill(pid: int, number: int) -> None:
+    """Signal a process that the test started."""
+    os.kill(pid, number)
