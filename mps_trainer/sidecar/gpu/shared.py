@@ -52,7 +52,7 @@ class SharedGpu:
             )
         self.device = torch.device("cuda:0")
         torch.zeros(1, device=self.device)
-        found = f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+        found = "GPU-" + str(torch.cuda.get_device_properties(self.device).uuid).removeprefix("GPU-")
         if found != self.placement.gpu_uuid:
             raise PlacementError(
                 f"the sidecar is on {found}, the plan says {self.placement.gpu_uuid}", "start it again"
