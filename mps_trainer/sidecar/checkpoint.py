@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mps_trainer.columns import Array
-from mps_trainer.errors import RunError
+from mps_trainer.errors import RunError, TaskError
 from mps_trainer.sidecar.trainer import Trainer, random_state, set_random_state
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep
     random = {str(i): state for i, state in enumerate(random_state(trainer.device))}
     save_file(random, temporary / "random.safetensors")
     state = {"format": FORMAT, "step": trainer.step, "torch": torch.__version__, **checkpoint.state}
-    (temporary / "state.json").write_text(json.dumps({**state, "optimizer": scalars}, indent=1))
+    (temporary / "state.json").write_text(json.dumps({**state, "optimizer": scalars}, indent=1, default=_plain))
     if final.exists():
         # The same step again (a checkpoint for the journal's sake): nothing can replace a full folder in one call.
         final.rename(folder / f".step-{trainer.step}.{os.getpid()}.old")
@@ -130,6 +130,15 @@ def _restore_interrupted(folder: Path) -> None:
         final = folder / path.name[1:].split(".")[0]
         if not final.exists():
             path.rename(final)
+
+
+def _plain(value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value.item())
+    raise TaskError(
+        f"the optimizer keeps a {type(value).__name__}, which a checkpoint cannot hold",
+        "use an optimizer whose state is tensors and whose options are plain numbers",
+    )
 
 
 def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -137,12 +137,11 @@ class Learner:
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Arrays and plain JSON values of everything beside the trainer's own state."""
         arrays, replay = self.replay.state()
-        predicted, came_true = self._window.state()
-        arrays |= {"auc.predicted": predicted, "auc.came_true": came_true}
         return arrays, {
             "counters": asdict(self.counters),
             "open_batches": self._open,
             "recent_records": list(self._recent),
+            "auc_window": self._window.state(),
             "replay": replay,
         }
 
@@ -152,8 +151,7 @@ class Learner:
         self.counters = Counters(**state["counters"])
         self._open = dict(state["open_batches"])
         self._recent.extend((record, sent_ns) for record, sent_ns in state["recent_records"])
-        if len(arrays["auc.predicted"]):
-            self._window.add(np.array(arrays["auc.predicted"]), np.array(arrays["auc.came_true"]))
+        self._window.load_state(state["auc_window"])
 
     def _finish_batch(self, channel: str) -> None:
         del self._open[channel]

@@ -263,6 +263,7 @@ class Sidecar:
 
     def _drain(self) -> None:
         self._set_state(State.DRAINING)
+        self._hub.find_new()
         # As many as there are now: an operator that goes on sending must not keep us here.
         self._take_records(limit=sum(producer.backlog for producer in self._hub.producers()))
         self._learner.finish_open_batches()

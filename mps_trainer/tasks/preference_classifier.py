@@ -53,7 +53,8 @@ class PreferenceClassifier(AuxiliaryTask):
     Args:
         feature: the key of `experience.info` that holds the feature vector; read when `feature_dim` is set.
         feature_dim: the vector's width; None for statistics of the response.
-        label: the baseline: the mean reward of the batch, of the experiences of the same task, or a number.
+        label: the baseline: the mean reward of the batch, of the experiences of the same task, or a number. Who only
+            equals it is not better: with group_mean all experiences of a task that was always solved count as 0.
         score: outlier: |label - p|, how strongly the outcome contradicts the model; preference: p itself.
         hidden_size, depth, dropout: the MLP; depth 0 leaves a logistic regression.
         learning_rate, weight_decay: of AdamW.

@@ -28,7 +28,7 @@ def test_equals_the_count_of_ordered_pairs(rows: list[tuple[float, int]]) -> Non
         assert abs(found - expected) < 1e-12
 
 
-def test_the_window_forgets_whole_batches_once_the_rest_fill_it() -> None:
+def test_the_window_forgets_whole_records_once_the_rest_fill_it() -> None:
     running = RunningAuc(window=10)
     assert running.value() is None
     running.add(np.array([1.0, 0.0]), np.array([0, 1]))
@@ -36,4 +36,15 @@ def test_the_window_forgets_whole_batches_once_the_rest_fill_it() -> None:
     for _ in range(2):
         running.add(np.array([0.9] * 2 + [0.1] * 3), np.array([1] * 2 + [0] * 3))
     assert running.value() == 1.0
-    assert len(running.state()[0]) == 10
+    assert sum(size for _, _, size in running.state()) == 10
+
+
+def test_only_pairs_of_one_record_are_compared() -> None:
+    running = RunningAuc()
+    running.add(np.array([0.9, 0.8]), np.array([1, 0]))
+    running.add(np.array([0.2, 0.1]), np.array([1, 0]))
+    running.add(np.array([0.5]), np.array([1]))
+    assert running.value() == 1.0
+    successor = RunningAuc()
+    successor.load_state(running.state())
+    assert successor.state() == running.state()

@@ -8,6 +8,7 @@ from conftest import token_rows
 
 from mps_trainer.columns import PackedBatch
 from mps_trainer.config import load_settings
+from mps_trainer.sidecar.auc import area_under_curve
 from mps_trainer.sidecar.learner import Learner, RecordName
 from mps_trainer.sidecar.replay import ReplayBuffer
 from mps_trainer.sidecar.trainer import Trainer
@@ -94,9 +95,10 @@ def test_state_survives_json_and_arrays() -> None:
 def test_the_auc_of_a_batch_covers_all_its_parts() -> None:
     learner = new_learner()
     assert learner.close_batch() is None
+    pairs = []
     for part in range(2):
         learner.evaluate(batch(20, 20 * part))
         learner.take(name(1, part, 2), batch(20, 20 * part))
-    auc = learner.close_batch()
-    assert auc is not None
-    assert learner.counters.first_auc == auc == learner.counters.auc
+        pairs.append(learner.trainer.evaluate(batch(20, 20 * part)) or ())
+    expected = area_under_curve(*map(np.concatenate, zip(*pairs, strict=True)))
+    assert learner.close_batch() == expected == learner.counters.first_auc

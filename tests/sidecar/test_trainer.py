@@ -156,3 +156,41 @@ def test_no_usable_checkpoint_is_an_error_and_not_a_fresh_start(tmp_path: Path) 
     (path / "optimizer.safetensors").write_bytes(b"")
     with pytest.raises(RunError, match="none of the 1 checkpoints"):
         load_newest(tmp_path, trainer)
+
+
+class TensorRate(broken_tasks.Plain):
+    """A learning rate that is a tensor, as capturable optimizers want it."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
+
+
+class OddOption(broken_tasks.Plain):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": list(model.parameters()), "odd": object()}], lr=0.1)
+
+
+def test_options_of_the_optimizer_that_are_no_numbers(tmp_path: Path) -> None:
+    trainer = Trainer(TensorRate(), 8, 0)
+    trainer.train_step(rewards(1, 2))
+    save_checkpoint(tmp_path / "a", trainer, Checkpoint(replay={}, state={}), keep=1)
+    assert load_newest(tmp_path / "a", Trainer(TensorRate(), 8, 0)) is not None
+    odd = Trainer(OddOption(), 8, 0)
+    with pytest.raises(TaskError, match="keeps a object"):
+        save_checkpoint(tmp_path / "b", odd, Checkpoint(replay={}, state={}), keep=1)
+    assert checkpoints(tmp_path / "b") == []
+
+
+def test_tied_weights_survive_a_checkpoint(tmp_path: Path) -> None:
+    class Tied(broken_tasks.Plain):
+        def build_model(self) -> nn.Module:
+            model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+            model[1].weight = model[0].weight
+            return model
+
+    trainer, successor = Trainer(Tied(), 8, 0), Trainer(Tied(), 8, 1)
+    trainer.train_step(rewards(1, 2))
+    save_checkpoint(tmp_path, trainer, Checkpoint(replay={}, state={}), keep=1)
+    load_newest(tmp_path, successor)
+    assert_same_model(trainer, successor)
+    assert successor.model[1].weight is successor.model[0].weight
