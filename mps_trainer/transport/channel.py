@@ -68,7 +68,7 @@ class OperatorChannel:
         header = segment.header
         self._space = WakeUp(names.space_name(header.run_id, header.index), create=True)
         self._writer = RingWriter(feed_ring(segment))
-        self._inbox = ReplyInbox(segment, self.counters)
+        self._inbox = ReplyInbox(segment, self.counters, self.sidecar_alive)
         self._status = segment.words(layout.SIDECAR_WORDS, 4)
         self._mirror = Mirror(segment, layout.OPERATOR_COUNTERS, self.counters)
         self._mapped: Bytes = np.frombuffer(segment.memory, np.uint8)
@@ -146,6 +146,8 @@ class OperatorChannel:
                 slot, rows_evicted = self._find_slot(first_seq, deadline)
                 evicted += rows_evicted
                 size = self._send_part(slot, measured, (start, stop), (part, len(ranges)), request_id, want_scores)
+                if want_scores:
+                    self._inbox.collect()
                 if size:
                     sent, rows_sent, nbytes = sent + 1, rows_sent + stop - start, nbytes + size
             dropped = measured.num_rows - rows_sent
@@ -165,8 +167,8 @@ class OperatorChannel:
         return self._inbox.receive(request_id, timeout_s)
 
     def sidecar_alive(self) -> bool:
-        """Whether a sidecar is attached and its process lives, zombies not counted. Costs one system call."""
-        return self.segment.alive(LOCK_SIDECAR_LIFE)
+        """Whether the run has a sidecar whose process lives, zombies not counted. Costs a system call or two."""
+        return self.segment.alive(LOCK_SIDECAR_LIFE) or self._bell.claimed
 
     def backlog(self) -> int:
         """Records that are committed and not yet acknowledged."""

@@ -58,19 +58,21 @@ class SidecarHub:
 
         A channel whose columns or version differ is refused, not fatal: its operator's next `send` raises,
         `refused` says why.
-        Raises TransportError when another sidecar still holds a channel after `attach_timeout_s`.
+        Raises TransportError when the run still has another sidecar after `attach_timeout_s`.
         """
         self._run_id = names.check_run_id(run_id)
         self._schema = schema.describe(columns)
         self._codec = Codec(columns)
         self._channels: dict[str, AttachedChannel] = {}
         self.refused: dict[str, str] = {}
+        self._refused_inodes: dict[str, int] = {}
         self._bell = Doorbell(run_id)
         self._woken = False
         self._closed = False
         self._next_look = 0.0
         try:
-            self._attach_all(attach_timeout_s)
+            self._claim(attach_timeout_s)
+            self.find_new()
         except BaseException:
             self.close(unlink=False)
             raise
@@ -137,13 +139,21 @@ class SidecarHub:
         if self._bell.removed:
             self._bell.close()
             self._bell = Doorbell(self._run_id)
+            self._claim(SLICE_S)
             for channel in self._channels.values():
                 channel.set_bell(self._bell.inode)
-        present = {names.segment_name(self._run_id, k) for k in names.segment_indices(self._run_id)}
-        for name in sorted(present - self._channels.keys() - self.refused.keys()):
-            self._attach(name)
-        for name in self.refused.keys() - present:
-            del self.refused[name]
+        present = dict(names.segments(self._run_id))
+        # By name and inode: a name whose segment was removed may be in use again.
+        for name in [name for name, inode in self._refused_inodes.items() if present.get(name) != inode]:
+            self.refused.pop(name, None)
+            del self._refused_inodes[name]
+        for name, inode in present.items():
+            attached = self._channels.get(name)
+            if attached is not None and attached.segment.inode != inode:
+                # Somebody removed the file under a channel in use, and the name now means another one.
+                self._channels.pop(name).close(remove=False)
+            if name not in self._channels and name not in self.refused:
+                self._attach(name, inode)
 
     def producers(self) -> list[Producer]:
         """All attached channels, by name."""
@@ -194,46 +204,35 @@ class SidecarHub:
         for channel in self._channels.values():
             channel.tidy()
 
-    def _attach_all(self, timeout_s: float) -> None:
+    def _claim(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while True:
-            self.find_new()
-            taken = [name for name, why in self.refused.items() if why == _TAKEN]
-            if not taken:
-                return
+        while not self._bell.claim():
             if time.monotonic() >= deadline:
                 raise TransportError(
-                    f"another sidecar holds {', '.join(taken)}", "stop it first: one sidecar serves a run"
+                    f"run {self._run_id} already has a sidecar", "stop it first: one sidecar serves a run"
                 )
-            for name in taken:
-                del self.refused[name]
-            # A predecessor that is on its way out drops its locks when the kernel has torn it down; nobody can
-            # post that.
+            # A predecessor on its way out drops its locks when the kernel has torn it down; nobody can post that.
             self._bell.wait(0.02)
 
-    def _attach(self, name: str) -> None:
+    def _attach(self, name: str, inode: int) -> None:
         try:
             channel = AttachedChannel(name, self._codec, self._bell.inode, os.getpid())
         except FileNotFoundError:
             return
-        except CorruptRecordError as error:
-            # Perhaps its maker has not finished: it rings when it has, and we look again.
+        except (CorruptRecordError, SideTakenError) as error:
+            # Perhaps its maker has not finished, or a sweep tries its locks: we look again.
             log.debug("not attached to %s: %s", name, error)
             return
-        except SideTakenError:
-            self.refused[name] = _TAKEN
-            return
         except TransportError as error:
-            self.refused[name] = str(error)
-            log.warning("refused %s: %s", name, error)
+            self._refuse(name, inode, str(error))
             return
         difference = schema.difference(channel.segment.header.schema, self._schema)
         if difference:
-            self.refused[name] = difference
-            log.warning("refused %s: %s", name, difference)
             channel.refuse(difference)
+            self._refuse(name, inode, difference)
             return
         self._channels[name] = channel
 
-
-_TAKEN = "another sidecar holds it"
+    def _refuse(self, name: str, inode: int, reason: str) -> None:
+        self.refused[name], self._refused_inodes[name] = reason, inode
+        log.warning("refused %s: %s", name, reason)

@@ -52,18 +52,21 @@ class RingSettings:
     Attributes:
         num_slots: feed slots, 2 to 64. Two keep writer and reader busy, more ride out a slow reader.
         slot_bytes: size of a feed slot; one row of a batch must fit, a larger batch is split by rows.
-        reply_slots: reply slots, 2 to 64.
+        reply_slots: reply slots, 2 to 64; 0 makes as many as feed slots. With fewer, replies to a batch of many parts
+            can push each other out before the operator looks.
         reply_slot_bytes: size of a reply slot; a score takes 4 bytes.
         checksum: protect payloads by a CRC-32 besides the header, at about a millisecond per 1 to 3 MB.
     """
 
     num_slots: int = 4
     slot_bytes: int = 11 * 2**20
-    reply_slots: int = 4
+    reply_slots: int = 0
     reply_slot_bytes: int = 256 * 2**10
     checksum: bool = False
 
     def __post_init__(self) -> None:
+        if self.reply_slots == 0:
+            object.__setattr__(self, "reply_slots", self.num_slots)
         for setting, value in (("ring_slots", self.num_slots), ("reply_slots", self.reply_slots)):
             if not 2 <= value <= MAX_SLOTS:
                 raise ConfigError(f"{setting} is {value}", f"choose 2 to {MAX_SLOTS}")

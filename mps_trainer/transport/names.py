@@ -12,6 +12,7 @@ Only a process that holds both life locks of a segment removes it, so a name alw
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -81,6 +82,16 @@ def segment_indices(run_id: str) -> list[int]:
     """Channel indices of a run that have a segment, ascending."""
     found = (parse_segment(e) for e in entries())
     return sorted(hit[1] for hit in found if hit and hit[0] == run_id)
+
+
+def segments(run_id: str) -> list[tuple[str, int]]:
+    """(POSIX name, inode) of the segments of a run, by index."""
+    found = []
+    for index in segment_indices(run_id):
+        name = segment_name(run_id, index)
+        with contextlib.suppress(FileNotFoundError):
+            found.append((name, os.lstat(f"{SHM_DIR}{name}").st_ino))
+    return found
 
 
 def leftovers(run_id: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ from mps_trainer.errors import CorruptRecordError
 from mps_trainer.transport import names
 from mps_trainer.transport.codec import Bytes, Codec
 from mps_trainer.transport.counters import ChannelCounters, HubCounters
-from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES, RingSettings
+from mps_trainer.transport.layout import RECORD_HEADER_BYTES, RingSettings
 from mps_trainer.transport.record import KIND_SCORES, RecordHeader, unpack_record
 from mps_trainer.transport.ring import RingReader, RingWriter, reply_ring
 from mps_trainer.transport.segment import Segment
@@ -76,10 +77,11 @@ class _Pending:
 class ReplyInbox:
     """The operator's end: one thread at a time sleeps on the semaphore and sorts what comes for all of them."""
 
-    def __init__(self, segment: Segment, counters: ChannelCounters) -> None:
+    def __init__(self, segment: Segment, counters: ChannelCounters, sidecar_alive: Callable[[], bool]) -> None:
         header = segment.header
         self._segment = segment
         self._counters = counters
+        self._sidecar_alive = sidecar_alive
         self._wake = WakeUp(names.reply_name(header.run_id, header.index), create=True)
         self._reader = RingReader(reply_ring(segment))
         self._mapped: Bytes = np.frombuffer(segment.readonly, np.uint8)
@@ -94,6 +96,11 @@ class ReplyInbox:
             self._pending[request_id] = _Pending(parts, num_rows)
             while len(self._pending) > _MAX_PENDING:
                 self._pending.popitem(last=False)
+
+    def collect(self) -> None:
+        """Fetch what has arrived without waiting, so that the reply ring has room for more."""
+        with self._changed:
+            self._sort_arrivals()
 
     def abandon(self, request_id: int) -> None:
         """A part of the request will never be answered: stop waiting for it."""
@@ -127,9 +134,6 @@ class ReplyInbox:
             while self._sleeper:
                 self._changed.wait(_LOOK_S)
             self._wake.close()
-
-    def _sidecar_alive(self) -> bool:
-        return self._segment.alive(LOCK_SIDECAR_LIFE)
 
     def _sleep(self, timeout_s: float) -> None:
         if self._sleeper:

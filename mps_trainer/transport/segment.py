@@ -52,6 +52,7 @@ class Segment:
         self.header = header
         self.locks = locks
         self.nbytes = header.segment_bytes
+        self.inode = os.fstat(fd).st_ino
         # Pages exist since the fallocate; populating them now keeps page faults out of the first batches.
         self._map = mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.memory = memoryview(self._map)
@@ -205,7 +206,9 @@ def remove(name: str, run_id: str, index: int, locks: LockFile) -> bool:
         return True
     for semaphore in (names.space_name(run_id, index), names.reply_name(run_id, index)):
         semaphores.remove_semaphore(semaphore)
-    posix_ipc.unlink_shared_memory(name)
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        # Gone by hand: nobody who keeps the rule removes what we hold both locks of.
+        posix_ipc.unlink_shared_memory(name)
     return True
 
 

@@ -18,7 +18,7 @@ from mps_trainer.transport.locks import LockFile
 #: posix_ipc waits on the wall clock: long waits are cut into slices against the monotonic one.
 SLICE_S = 1.0
 _SEM_T_BYTES = 32
-_LIFE = 0
+_LIFE, _SIDECAR = 0, 1
 
 
 class _Semaphore:
@@ -99,6 +99,15 @@ class Doorbell(_Semaphore):
             return True
         self.close()
         return False
+
+    def claim(self) -> bool:
+        """Become the sidecar of the run; False when another process is."""
+        return self._file.try_lock(_SIDECAR)
+
+    @property
+    def claimed(self) -> bool:
+        """Whether another process is the sidecar of the run, attached to our channel yet or not."""
+        return self._file.held_elsewhere(_SIDECAR)
 
     @property
     def removed(self) -> bool:

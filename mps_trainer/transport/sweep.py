@@ -4,6 +4,7 @@
     an unfinished segment     the same, and only a minute after it was last written: its maker may be about to lock it
     a channel's semaphores    before their segment; alone, only when their segment is gone for a minute
     a doorbell                when nobody has it open
+    anything, by a sweep      only when nobody has the run's doorbell open, whatever the caller believes of the run
 Nothing that belongs to another user, is not a private regular file, or does not carry our names is ever opened
 for writing.
 """
@@ -14,14 +15,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
-
-import posix_ipc
+from collections.abc import Callable, Iterator
 
 from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import layout, names
 from mps_trainer.transport.locks import LockFile
 from mps_trainer.transport.segment import open_checked, read_header, remove
+from mps_trainer.transport.semaphores import remove_semaphore
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ KEEP_ORPHANS = 2
 
 
 def sweep_stale(is_run_alive: Callable[[str], bool]) -> list[str]:
-    """Remove what dead runs left. `is_run_alive(run_id)` is asked once a run; a lock that is held overrules it.
+    """Remove what dead runs left. `is_run_alive(run_id)` is asked once a run; a lock that is held overrules a no.
 
     Returns the removed entries of /dev/shm.
     """
@@ -43,7 +43,8 @@ def sweep_stale(is_run_alive: Callable[[str], bool]) -> list[str]:
         if hit is not None and hit[0] not in verdicts:
             verdicts[hit[0]] = is_run_alive(hit[0])
     for run_id, alive in verdicts.items():
-        if not alive:
+        # The caller knows the runs of its own state folder only; a process that has the doorbell open proves another's.
+        if not alive and not _bell_in_use(run_id):
             removed += remove_run(run_id)
     return removed
 
@@ -120,25 +121,40 @@ def _count_records(fd: int, run_id: str) -> int | None:
 
 
 def _remove_bell(run_id: str) -> None:
+    with _bell_file(run_id) as file:
+        if file is not None and file.try_lock(0) and os.fstat(file.fd).st_nlink:
+            remove_semaphore(names.bell_name(run_id))
+
+
+def _bell_in_use(run_id: str) -> bool:
+    with _bell_file(run_id) as file:
+        return file is not None and file.held_elsewhere(0)
+
+
+@contextlib.contextmanager
+def _bell_file(run_id: str) -> Iterator[LockFile | None]:
+    """The file of a run's doorbell, None when there is none or it is not ours."""
     path = names.semaphore_path(names.bell_name(run_id))
     try:
         file = LockFile(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
     except OSError:
+        yield None
         return
     try:
         names.check_private_file(os.fstat(file.fd), path)
-        if file.try_lock(0) and os.fstat(file.fd).st_nlink:
-            posix_ipc.unlink_semaphore(names.bell_name(run_id))
-    except (TransportError, posix_ipc.ExistentialError) as error:
+    except TransportError as error:
         log.debug("left alone: %s", error)
+        yield None
+    else:
+        yield file
     finally:
         file.close()
 
 
 def _remove_lone_semaphore(entry: str, run_id: str, index: int) -> None:
     path = f"{names.SHM_DIR}/{entry}"
-    with contextlib.suppress(FileNotFoundError, TransportError, posix_ipc.ExistentialError):
+    with contextlib.suppress(FileNotFoundError, TransportError):
         info = os.lstat(path)
         names.check_private_file(info, path)
         if index not in names.segment_indices(run_id) and time.time() - info.st_mtime > UNFINISHED_S:
-            posix_ipc.unlink_semaphore("/" + entry.removeprefix("sem."))
+            remove_semaphore("/" + entry.removeprefix("sem."))

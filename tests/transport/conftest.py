@@ -1,0 +1,18 @@
+"""Every test gets a run id of its own and fails when it leaves anything in /dev/shm."""
+
+import os
+import secrets
+
+import pytest
+
+from mps_trainer.transport import leftovers
+from mps_trainer.transport.sweep import remove_run
+
+
+@pytest.fixture
+def run_id():
+    name = f"t{os.getpid()}-{secrets.token_hex(3)}"
+    yield name
+    left = leftovers(name)
+    remove_run(name)
+    assert left == []

@@ -1,0 +1,135 @@
+"""What a process does until it is killed, and what must hold afterwards.
+
+Used by the tests and by scripts/kill_transport.py. Each scenario is one function `act(run_id, stepper, report)` that
+runs in the doomed process and one `check(run_id, said)` that runs in a survivor. `said` are the lines that the doomed
+process reported before it died.
+"""
+
+import contextlib
+
+import numpy as np
+from channel_peers import COLUMNS, SMALL, assert_same, make_rows
+
+from mps_trainer.transport import OperatorChannel, SidecarHub, leftovers, sweep
+
+
+def rows_of(request_id):
+    return make_rows(2, request_id, mean_tokens=5)
+
+
+def send(channel, request_id, want_scores=False):
+    return channel.send(rows_of(request_id), request_id=request_id, want_scores=want_scores)
+
+
+def drain(hub):
+    """All records that are there, in order, each checked byte for byte; request ids."""
+    seen, last = [], {}
+    while hub.wait(0.0):
+        with hub.receive() as delivery:
+            header = delivery.header
+            assert header.seq > last.get(header.channel, 0)
+            last[header.channel] = header.seq
+            assert_same(delivery.batch, rows_of(header.request_id))
+            seen.append(header.request_id)
+    return seen
+
+
+def check_usable_and_clean(run_id, hub):
+    """A new operator can join, every slot of it works, and at the end nothing is left."""
+    with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="drop_newest") as channel:
+        hub.find_new()
+        for i in range(2 * SMALL.num_slots):
+            assert send(channel, 1000 + i).rows_sent == 2
+            if i % SMALL.num_slots == SMALL.num_slots - 1:
+                assert len(drain(hub)) == SMALL.num_slots
+    drain(hub)
+    hub.reap()
+    hub.close(unlink=True)
+    sweep.UNFINISHED_S = 0.0
+    sweep.remove_run(run_id)
+    assert all(entry.endswith(".bell") for entry in leftovers(run_id))
+
+
+def writer_act(run_id, stepper, report):
+    """An operator without a sidecar: creates, sends more than fits, closes."""
+    with stepper, contextlib.ExitStack() as stack:
+        channel = OperatorChannel.create(run_id, COLUMNS, SMALL)
+        # Close only at the end: an exception on the way is a failure of the scenario, not a step.
+        stack.callback(channel.close)
+        for i in range(1, SMALL.num_slots + 2):
+            send(channel, i)
+            report(i)
+        stack.pop_all()
+    report("done")
+
+
+def writer_check(run_id, said):
+    """Everything that was reported as sent is there, but for what drop_oldest removed, and nothing else is."""
+    sent = [int(line) for line in said if line.isdigit()]
+    with SidecarHub(run_id, COLUMNS) as hub:
+        seen = drain(hub)
+        newest = seen[-1] if seen else 0
+        assert newest in (max(sent, default=0), max(sent, default=0) + 1)
+        assert seen == list(range(newest - len(seen) + 1, newest + 1))
+        # One slot may be free: a record was evicted for one that was not committed any more.
+        assert len(seen) >= min(newest, SMALL.num_slots - 1)
+        check_usable_and_clean(run_id, hub)
+
+
+def reader_act(run_id, stepper, report):
+    """A sidecar: attaches, reads, replies, releases, looks for more, detaches."""
+    with stepper:
+        hub = SidecarHub(run_id, COLUMNS)
+        while hub.wait(0.0):
+            with hub.receive() as delivery:
+                assert_same(delivery.batch, rows_of(delivery.header.request_id))
+                delivery.reply(np.full(2, delivery.header.request_id, np.float32), 1)
+                request_id = delivery.header.request_id
+            report(request_id)
+        hub.producers()
+        hub.reap()
+        hub.close(unlink=False)
+    report("done")
+
+
+def reader_check(channel, run_id, said):
+    """What was not acknowledged comes again, in order; nothing is lost; replies that arrived are right."""
+    acknowledged = [int(line) for line in said if line.isdigit()]
+    assert not channel.sidecar_alive()
+    with SidecarHub(run_id, COLUMNS) as hub:
+        seen = drain(hub)
+        # The last acknowledgement may have happened without its report.
+        first = len(acknowledged) + 1
+        assert seen in (list(range(first, 4)), list(range(first + 1, 4)))
+        assert channel.backlog() == 0
+        for request_id in acknowledged:
+            scores = channel.receive_scores(request_id, 1.0)
+            assert scores.values.tolist() == [request_id, request_id]
+        channel.close()
+        check_usable_and_clean(run_id, hub)
+
+
+def both_act(run_id, stepper, report):
+    """Both ends in one process: a scored batch of several parts and a clean end."""
+    with stepper:
+        channel = OperatorChannel.create(run_id, COLUMNS, SMALL)
+        hub = SidecarHub(run_id, COLUMNS)
+        rows = make_rows(40, 5, mean_tokens=100)
+        channel.send(rows, request_id=5, want_scores=True)
+        while hub.wait(0.0):
+            with hub.receive() as delivery:
+                delivery.reply(delivery.batch["reward"].values.copy(), 1)
+        scores = channel.receive_scores(5, 1.0)
+        np.testing.assert_array_equal(scores.values, rows["reward"])
+        channel.close()
+        hub.reap()
+        hub.close(unlink=True)
+    report("done")
+
+
+def both_check(run_id, said):
+    """Whatever is left does not stop a successor, and goes away."""
+    with SidecarHub(run_id, COLUMNS) as hub:
+        while hub.wait(0.0):
+            hub.receive().release()
+        check_usable_and_clean(run_id, hub)

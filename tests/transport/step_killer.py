@@ -1,0 +1,53 @@
+"""Stops a process at an exact step of the protocol: SIGKILL at the n-th line, or bytecode, executed in the transport.
+
+A line that runs many times counts `repeats` times: the first and the second pass through a loop differ, later ones
+do not.
+"""
+
+import collections
+import os
+import signal
+import sys
+from pathlib import Path
+
+import mps_trainer.transport
+
+PACKAGE = str(Path(mps_trainer.transport.__file__).parent)
+#: They compute and touch nothing outside their process: a kill in them is a kill at the caller's line.
+PURE = ("arrow.py", "schema.py", "record.py", "names.py", "layout.py")
+
+
+class Stepper:
+    """Counts steps inside the transport; kills its own process when `stop_at` is reached."""
+
+    def __init__(self, stop_at=None, *, opcodes=False, repeats=2):
+        self.count = 0
+        self._passes = collections.Counter()
+        self._repeats = repeats
+        self._stop_at = stop_at
+        self._event = "opcode" if opcodes else "line"
+
+    def __enter__(self):
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _enter_frame(self, frame, event, argument):
+        file = frame.f_code.co_filename
+        if not file.startswith(PACKAGE) or (self._event == "line" and file.endswith(PURE)):
+            return None
+        frame.f_trace_opcodes = self._event == "opcode"
+        return self._step
+
+    def _step(self, frame, event, argument):
+        if event == self._event:
+            place = (frame.f_code, frame.f_lasti)
+            self._passes[place] += 1
+            if self._passes[place] > self._repeats:
+                return self._step
+            self.count += 1
+            if self.count == self._stop_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self._step
