@@ -95,10 +95,8 @@ def _follow(process: subprocess.Popen[bytes], work_dir: Path, deadline: float) -
         run_dir = find_run_dir(work_dir)
         batches = read_jsonl(run_dir / "operator.jsonl") if run_dir else []
         for batch in batches[told:]:
-            dropped = len(batch.get("dropped", ()))
-            say(
-                f"batch {batch['batch']}: {batch['seen']} experiences seen, {batch.get('fed', 0)} fed, {dropped} dropped"
-            )
+            fed, dropped = batch.get("fed", 0), len(batch.get("dropped", ()))
+            say(f"batch {batch['batch']}: {batch['seen']} experiences seen, {fed} fed, {dropped} dropped")
         told = len(batches)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.5)
