@@ -1,8 +1,10 @@
 """What dead runs left: files in the state folder and names in /dev/shm, found and removed by rule.
 
 The rule is the locks: a run's files are left over when its locks are free, a segment when both ends' life locks are
-free, a doorbell when nobody has it open, a channel's semaphores with their segment or a minute after it. A lock that
-is held overrules everything, so a run that lives under another state folder keeps what it has.
+free, a doorbell when nobody has it open, a channel's semaphores with their segment or a minute after it, the folder
+of a private Ray when the process that started it is gone. A lock that is held overrules everything. Shared memory of
+a run that our state folder does not know may belong to a run under another state folder which is between two lives;
+it gets ten minutes.
 
 `mps_trainer.transport` has the same rules; they are here once more, for names only, because the transport brings
 pyarrow, and a supervisor has to stay small.
@@ -14,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -23,12 +26,15 @@ from pathlib import Path
 from mps_trainer.run import RunPaths, is_held, is_run_alive, run_paths, state_dir
 
 SHM = Path("/dev/shm")
+RAY_FOLDERS = Path("/tmp/mpst-ray-*")  # short, because Ray puts Unix sockets in there
+RAY_FOLDER_LOCK = "owner.lock"
 _NAME = re.compile(
     r"mpst\.(?P<segment_of>[A-Za-z0-9][\w-]{0,23})\.(?P<index>\d{1,4})"
     r"|sem\.mpst\.(?P<bell_of>[A-Za-z0-9][\w-]{0,23})\.bell"
     r"|sem\.mpst\.(?P<semaphore_of>[A-Za-z0-9][\w-]{0,23})\.(?P<channel>\d{1,4})\.[rs]",
     re.ASCII,
 )
+_UNKNOWN_RUN_SECONDS = 600.0
 _LONE_SEMAPHORE_SECONDS = 60.0  # younger than this, an operator may just be making its channel
 _WHOLE_FILE = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
@@ -63,30 +69,60 @@ def remove_run(paths: RunPaths, run_id: str) -> None:
 
 def find_leftovers() -> list[Leftover]:
     """Everything of this user that belongs to dead runs."""
-    state_files = [Leftover(path.name.partition(".")[0], path, path.lstat().st_size) for path in _dead_state_files()]
-    return state_files + [
-        Leftover(item.run_id, item.path, _size(item.path))
-        for item in _shm_objects()
-        if not is_run_alive(item.run_id) and _is_free(item)
+    state_files = list(_dead_state_files())
+    return [
+        *(Leftover(_run_of(path), path, path.lstat().st_size) for path in state_files),
+        *(Leftover("private Ray", path, 0) for path in _dead_ray_folders()),
+        *(
+            Leftover(item.run_id, item.path, _size(item.path))
+            for item in _dead_objects({_run_of(path) for path in state_files})
+            if _is_free(item)
+        ),
     ]
 
 
 def remove_leftovers() -> list[Leftover]:
     """Remove what `find_leftovers` finds, and give what is gone."""
     found = find_leftovers()
-    for path in list(_dead_state_files()):
+    state_files = list(_dead_state_files())
+    for item in _dead_objects({_run_of(path) for path in state_files}):
+        _remove_shm(item)
+    for folder in _dead_ray_folders():
+        shutil.rmtree(folder, ignore_errors=True)
+    # Last, because they are what makes a run known.
+    for path in state_files:
         path.unlink(missing_ok=True)
-    for item in _shm_objects():
-        if not is_run_alive(item.run_id):
-            _remove_shm(item)
     return [item for item in found if not item.path.exists()]
+
+
+def _dead_objects(known: set[str]) -> list[_ShmObject]:
+    return [
+        item
+        for item in _shm_objects()
+        if not is_run_alive(item.run_id) and (item.run_id in known or _age(item.path) > _UNKNOWN_RUN_SECONDS)
+    ]
+
+
+def _run_of(state_file: Path) -> str:
+    return state_file.name.partition(".")[0]
 
 
 def _dead_state_files() -> Iterator[Path]:
     for path in sorted((state_dir() / "runs").iterdir()):
-        run_id = path.name.partition(".")[0]
+        run_id = _run_of(path)
         if not is_run_alive(run_id) and not is_held(run_paths(run_id).owner_lock):
             yield path
+
+
+def _dead_ray_folders() -> list[Path]:
+    found = []
+    for folder in sorted(RAY_FOLDERS.parent.glob(RAY_FOLDERS.name)):
+        lock = folder / RAY_FOLDER_LOCK
+        # Without a lock it is either just being made, or none of ours.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if folder.lstat().st_uid == os.getuid() and lock.exists() and not is_held(lock):
+                found.append(folder)
+    return found
 
 
 def _shm_objects() -> list[_ShmObject]:

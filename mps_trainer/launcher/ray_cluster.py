@@ -23,7 +23,9 @@ import psutil
 
 from mps_trainer.errors import ConfigError, RunError
 from mps_trainer.launcher.executables import find_executable
+from mps_trainer.launcher.leftovers import RAY_FOLDER_LOCK, RAY_FOLDERS
 from mps_trainer.launcher.process import describe_exit, spawn, stop
+from mps_trainer.run import try_hold
 
 RayChoice = Literal["auto", "private", "existing"]
 
@@ -118,7 +120,9 @@ def _some_ray_runs() -> bool:
 
 @contextlib.contextmanager
 def _private_ray(progress: Callable[[str], None], logs: Path) -> Iterator[Ray]:
-    folder = Path(tempfile.mkdtemp(prefix="mpst-ray-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDERS.name.rstrip("*"), dir=RAY_FOLDERS.parent))
+    # While it is held, `doctor --clean` leaves the folder alone; a SIGKILL of this process drops it.
+    lock = try_hold(folder / RAY_FOLDER_LOCK)
     # A stale ~/.ray/auth_token turns tokens on in `ray start` and not in `ray status`, which `trinity run` asks.
     environment = {
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
@@ -137,6 +141,8 @@ def _private_ray(progress: Callable[[str], None], logs: Path) -> Iterator[Ray]:
         progress("stopping the private Ray")
         stop_tree(head, grace_s=STOP_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            lock.release()
 
 
 def _start_command(folder: Path) -> list[str]:

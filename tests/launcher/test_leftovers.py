@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,12 +66,26 @@ def test_a_segment_that_a_process_holds_stays_whatever_our_state_folder_says(run
     assert not any(path.exists() for path in paths)
 
 
+def make_older(path: Path, seconds: float) -> None:
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - seconds))
+
+
+def test_objects_of_a_run_that_we_do_not_know_get_ten_minutes(run_id: str) -> None:
+    paths = objects_of(run_id)
+    remove_leftovers()
+    assert all(path.exists() for path in paths)
+    for path in paths:
+        make_older(path, 601)
+    remove_leftovers()
+    assert not any(path.exists() for path in paths)
+
+
 def test_a_lone_semaphore_gets_a_minute(run_id: str) -> None:
     [path] = make(f"sem.mpst.{run_id}.3.s")
-    remove_leftovers()
+    remove_run(run_paths(run_id), run_id)
     assert path.exists()
-    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 61))
-    remove_leftovers()
+    make_older(path, 61)
+    remove_run(run_paths(run_id), run_id)
     assert not path.exists()
 
 
@@ -87,3 +102,16 @@ def test_a_run_that_is_about_to_start_stays(run_id: str) -> None:
     assert run_paths(run_id).owner_lock.exists()
     owner.release()
     run_paths(run_id).remove()
+
+
+def test_the_folder_of_a_private_ray_goes_when_its_owner_is_dead() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="mpst-ray-", dir="/tmp"))
+    remove_leftovers()
+    assert folder.exists(), "a folder that is just being made was removed"
+    lock = try_hold(folder / "owner.lock")
+    assert lock is not None
+    remove_leftovers()
+    assert folder.exists(), "a folder whose owner lives was removed"
+    lock.release()
+    remove_leftovers()
+    assert not folder.exists()

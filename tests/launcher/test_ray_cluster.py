@@ -15,11 +15,11 @@ from mps_trainer.launcher.ray_cluster import use_ray
 
 
 def ray_processes(folder: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(folder in part for part in process.info["cmdline"] or ()):
-            found.append(process)
-    return found
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(folder in part for part in process.info["cmdline"] or ())
+    ]
 
 
 @pytest.mark.trinity
@@ -42,7 +42,7 @@ def test_a_private_ray_answers_and_leaves_nothing(tmp_path: Path, monkeypatch: p
 
 def test_a_ray_address_where_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(RunError, match="RAY_ADDRESS=127.0.0.1:1"), use_ray("auto", "auto", print, tmp_path):
+    with pytest.raises(RunError, match=r"RAY_ADDRESS=127\.0\.0\.1:1"), use_ray("auto", "auto", print, tmp_path):
         pass
 
 

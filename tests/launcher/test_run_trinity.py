@@ -1,4 +1,4 @@
-"""`mps-trainer run` with real processes; `trinity` and the sidecar are stand-ins, and so the tests take a second each."""
+"""`mps-trainer run` with real processes; `trinity` and the sidecar are stand-ins, so each test takes two seconds."""
 
 from __future__ import annotations
 
