@@ -142,8 +142,13 @@ class OperatorChannel:
             first_seq = self._writer.next_seq
             deadline = time.monotonic() + self._block_timeout_s
             sent = rows_sent = nbytes = evicted = 0
+            mutex = self._writer.ring.mutex
+            timeouts = mutex.timeouts
             for part, (start, stop) in enumerate(ranges):
                 slot, rows_evicted = self._find_slot(first_seq, deadline)
+                if mutex.timeouts > timeouts:
+                    # The sidecar is stopped inside the mutex: one time limit is enough for one batch.
+                    break
                 evicted += rows_evicted
                 size = self._send_part(slot, measured, (start, stop), (part, len(ranges)), request_id, want_scores)
                 if want_scores:
@@ -205,8 +210,9 @@ class OperatorChannel:
 
     def _find_slot(self, first_seq: int, deadline: float) -> tuple[int | None, int]:
         """A free slot by the channel's policy, and how many rows were evicted for it."""
+        timeouts = self._writer.ring.mutex.timeouts
         slot = self._writer.reserve()
-        if slot is not None or self._backpressure == "drop_newest":
+        if slot is not None or self._backpressure == "drop_newest" or self._writer.ring.mutex.timeouts > timeouts:
             return slot, 0
         if self._backpressure == "drop_oldest":
             victim = self._writer.evict(below=first_seq)

@@ -10,7 +10,9 @@ import contextlib
 import numpy as np
 from channel_peers import COLUMNS, SMALL, assert_same, make_rows
 
-from mps_trainer.transport import OperatorChannel, SidecarHub, leftovers, sweep
+from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, sweep
+
+TINY = RingSettings(num_slots=3, slot_bytes=4096, reply_slot_bytes=4096)
 
 
 def rows_of(request_id):
@@ -112,10 +114,10 @@ def reader_check(channel, run_id, said):
 def both_act(run_id, stepper, report):
     """Both ends in one process: a scored batch of several parts and a clean end."""
     with stepper:
-        channel = OperatorChannel.create(run_id, COLUMNS, SMALL)
+        channel = OperatorChannel.create(run_id, COLUMNS, TINY)
         hub = SidecarHub(run_id, COLUMNS)
-        rows = make_rows(40, 5, mean_tokens=100)
-        channel.send(rows, request_id=5, want_scores=True)
+        rows = make_rows(8, 5, mean_tokens=100)
+        assert channel.send(rows, request_id=5, want_scores=True).parts == 2
         while hub.wait(0.0):
             with hub.receive() as delivery:
                 delivery.reply(delivery.batch["reward"].values.copy(), 1)
