@@ -159,6 +159,8 @@ def test_a_long_batch_of_steps_and_a_restart_are_in_the_metrics(make_run: Any) -
             rows = token_rows(np.random.default_rng(number), 20, 20 * number)
             channel.send(rows, request_id=number, want_scores=False)
             wait_until(lambda done=number + 1: run.status().batches == done)
+        # The status tells of a batch before its checkpoint is taken.
+        wait_until(lambda: (run.run_dir / "checkpoints" / "step-240").exists())
         first.kill()
         assert first.wait(10) == -signal.SIGKILL
         Status(run_id=run.run_id, state=State.RESTARTING, restarts=1).save(run.run_dir)
