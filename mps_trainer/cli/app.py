@@ -12,8 +12,8 @@ from typer.core import TyperGroup
 import mps_trainer
 from mps_trainer.cli import look, runs, show
 from mps_trainer.errors import MpsTrainerError
+from mps_trainer.launcher.verdict import EXIT_BAD_CONFIG, EXIT_INTERRUPTED
 
-EXIT_BAD_USE = 2
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h; none of the codes that `run` gives a meaning
 
 _HELP = """\
@@ -38,7 +38,10 @@ class _FriendlyGroup(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             show.error(error)
-            ctx.exit(EXIT_BAD_USE)
+            ctx.exit(EXIT_BAD_CONFIG)
+        except KeyboardInterrupt:
+            show.line("mps-trainer: interrupted", file=sys.stderr)
+            ctx.exit(EXIT_INTERRUPTED)
 
 
 app = typer.Typer(

@@ -2,7 +2,7 @@
 
 Ray is a command here and never an import. A private one has its own port, its own temporary folder with a short
 path (a Unix socket's path ends at 107 bytes) and its own session; it is ended by its own processes' ids only, since
-`ray stop` would end every Ray of the machine.
+Ray's own stop command would end every Ray of the machine.
 """
 
 from __future__ import annotations

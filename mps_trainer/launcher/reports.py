@@ -19,10 +19,15 @@ from mps_trainer.errors import RunError
 
 
 class Reporter:
-    """The supervisor's end. An `up` that has gone away is no reason to fail."""
+    """The supervisor's end.
+
+    Attributes:
+        abandoned: nobody listens any more; before READY that means that nobody wants the run.
+    """
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
+        self.abandoned = False
 
     def progress(self, message: str) -> None:
         """Say what happens now."""
@@ -50,6 +55,7 @@ class Reporter:
         try:
             os.write(self._descriptor, (json.dumps(event) + "\n").encode())
         except BrokenPipeError:
+            self.abandoned = True
             self.close()
 
 

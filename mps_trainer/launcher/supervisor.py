@@ -128,6 +128,8 @@ class Supervisor:
             self._was_ready = True
             log.info("sidecar %d is ready", sidecar.pid)
             self._reporter.ready(sidecar.pid)
+            if self._reporter.abandoned:
+                self._asked_to_end = self._asked_to_end or "the command that started the run was gone before READY"
         else:
             # Its exit follows and decides; this is only the better message.
             self._reported_failure = (answer.get("error", ""), answer.get("todo", ""))

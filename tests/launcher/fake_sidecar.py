@@ -46,6 +46,8 @@ def main() -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     if options.behaviour == "silent":
         time.sleep(60)
+    if options.behaviour == "slow":
+        time.sleep(1.5)
     Status(run_id=record.run_id, state=State.READY, pid=os.getpid()).save(run_dir)
     tell(state="ready")
     if options.behaviour == "task-error-later":

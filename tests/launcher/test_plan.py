@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from mps_trainer.errors import ConfigError, PlacementError
-from mps_trainer.launcher.gpu import Gpu, GpuReading
+from mps_trainer.launcher.gpu import Gpu, GpuReading, read_gpus
 from mps_trainer.launcher.machine import Machine, read_machine
 from mps_trainer.launcher.plan import Plan, make_plan
 from mps_trainer.launcher.trinity_config import read_trinity_config
@@ -133,3 +134,16 @@ def test_this_machine_can_be_read() -> None:
     assert 0 < machine.memory_free <= machine.memory_total
     assert 0 < machine.shm_free <= machine.shm_total
     assert bool(machine.gpu.gpus) != bool(machine.gpu.why_none() if not machine.gpu.gpus else "")
+
+
+@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetCount"])
+def test_a_machine_without_nvml_is_an_answer_recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def missing() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    for other in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, other, lambda: None)
+    monkeypatch.setattr(pynvml, name, missing)
+    reading = read_gpus()
+    assert reading.gpus == ()
+    assert "NVML" in reading.why_none()

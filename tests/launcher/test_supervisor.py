@@ -120,6 +120,30 @@ def test_up_names_the_limit_when_the_sidecar_is_silent(write_config: Write, fake
         start(config, fake("silent"), grace_s=1.0)
 
 
+_UP = """
+import sys
+from pathlib import Path
+from mps_trainer.launcher.up import prepare, start_run
+start_run(prepare(Path(sys.argv[1])), sidecar_command=sys.argv[2:], progress=lambda line: print(line, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_up_that_is_ended_before_ready_leaves_nothing(write_config: Write, fake: Fake, number: int) -> None:
+    up = subprocess.Popen(
+        [sys.executable, "-c", _UP, str(write_config()), *fake("slow")], stdout=subprocess.PIPE, text=True
+    )
+    assert up.stdout is not None
+    wait_for(lambda: "waiting until it is ready" in up.stdout.readline(), "the sidecar")
+    [run] = list_runs()
+    up.send_signal(number)
+    up.wait(20)
+    up.stdout.close()
+    wait_for(lambda: list_runs() == [], "the end of the run")
+    assert run.supervisor is not None
+    wait_for(lambda: not run.supervisor.is_alive(), "the end of the supervisor")
+
+
 def test_a_stubborn_sidecar_is_killed_after_its_grace(write_config: Write, fake: Fake) -> None:
     run = start(write_config(), fake("stubborn"), grace_s=0.5)
     run.stop()
