@@ -48,14 +48,14 @@ class RunOutcome:
     """What a finished run left behind.
 
     Attributes:
-        returncode: of the command; negative for a signal. Trinity's own says little.
+        returncode: of the command; negative for a signal, None while it runs. Trinity's own says little.
         seconds: wall time of the command.
         output: stdout and stderr of the command, with what Ray forwards of its workers.
         job_dir: Trinity's folder of this run: logs, TensorBoard, checkpoints.
         database: the SQLite file behind the trainer's experience buffer.
     """
 
-    returncode: int
+    returncode: int | None
     seconds: float
     output: str
     job_dir: Path
@@ -227,7 +227,7 @@ class RunningTrinity:
         config = OmegaConf.load(self.config)
         work_dir = self.config.parent
         return RunOutcome(
-            returncode=self.process.poll() if self.process.poll() is not None else 0,
+            returncode=self.process.poll(),
             seconds=time.monotonic() - self._started,
             output=self.output_path.read_text(errors="replace"),
             job_dir=work_dir / "checkpoints" / config.project / config.name,

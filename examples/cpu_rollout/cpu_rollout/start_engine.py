@@ -7,6 +7,7 @@ of the Ray cluster that RAY_ADDRESS names, and live until `down` or the end of t
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from copy import deepcopy
 from typing import Any
@@ -80,7 +81,7 @@ def main() -> None:
     ray.init(
         address=os.environ.get("RAY_ADDRESS", "auto"),
         namespace=config.ray_namespace,
-        logging_level="error",
+        logging_level=logging.ERROR,
         log_to_driver=False,
     )
     {"up": up, "down": down}[arguments.action](config)

@@ -92,7 +92,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    silent = tokenizer.convert_tokens_to_ids(["<|im_start|>", END_OF_TEXT])
+    silent = [int(tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", END_OF_TEXT)]
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -159,6 +159,7 @@ def main() -> None:
         print(f"tiny model: {out_dir} is there")
         return
     transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)
     started = time.monotonic()
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     build(out_dir)
