@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between looks at what changes rarely: the sidecar's status, and a run to connect to.
 LOOK_EVERY_S = 1.0
+#: A ready sidecar attaches to a new channel within milliseconds of its ring; the first scores depend on it.
+ATTACH_S = 1.0
 
 
 @dataclass
@@ -104,7 +106,14 @@ class Feeder:
             block_timeout_s=settings.block_timeout,
         )
         self._paths, self.run_dir = paths, Path(record.run_dir)
+        self._wait_for_attach(self._channel)
         logger.info("mps_trainer: feeding run %s (%s)", record.run_id, record.run_dir)
+
+    def _wait_for_attach(self, channel: OperatorChannel) -> None:
+        """Bounded, and no error: a restarting sidecar attaches later and finds what was fed meanwhile."""
+        deadline = time.monotonic() + ATTACH_S
+        while not channel.sidecar_alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def _find_run(self) -> tuple[RunPaths, RunRecord]:
         if self._settings.run_file:

@@ -9,20 +9,27 @@ from types import FrameType
 
 from mps_trainer.run import RunPaths, is_held
 
+#: Loading a large model before the first operator comes can take this long, whatever idle_timeout says.
+FIRST_OPERATOR_S = 1800.0
+
 
 class Ending:
     """Collects reasons to end; the loop asks for the first one.
+
+    Idle time ends only a sidecar that `up` started: one that `mps-trainer run` owns ends with its run.
 
     Attributes:
         reason: a sentence for the log, or "" while there is none.
         orphaned: the supervisor is gone, so nobody else will clean up.
     """
 
-    def __init__(self, paths: RunPaths, idle_timeout_s: float) -> None:
+    def __init__(self, paths: RunPaths, idle_timeout_s: float, *, owned: bool = False) -> None:
         self.reason = ""
         self.orphaned = False
         self._paths = paths
         self._idle_timeout_s = idle_timeout_s
+        self._may_idle = not owned
+        self._patience_s = max(idle_timeout_s, FIRST_OPERATOR_S)
         self._last_alive = time.monotonic()
         self._wake: Callable[[], object] = lambda: None
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -33,16 +40,17 @@ class Ending:
         self._wake = wake
 
     def operator_seen(self) -> None:
-        """An operator lives, or the sidecar has just become ready: the idle time starts again."""
+        """An operator lives: the idle time starts again."""
         self._last_alive = time.monotonic()
+        self._patience_s = self._idle_timeout_s
 
     def check(self) -> bool:
         """Whether there is a reason to end."""
         if not is_held(self._paths.supervisor_lock):
             self.orphaned = True
             self.reason = self.reason or "the supervisor is gone (its lock has dropped)"
-        elif time.monotonic() - self._last_alive > self._idle_timeout_s:
-            self.reason = self.reason or f"no operator for {self._idle_timeout_s:g} s (idle_timeout)"
+        elif self._may_idle and time.monotonic() - self._last_alive > self._patience_s:
+            self.reason = self.reason or f"no operator for {self._patience_s:g} s (idle_timeout)"
         return bool(self.reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -86,7 +86,7 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, ready: Re
                 f"another sidecar serves run {record.run_id}", "stop it first: one sidecar serves a run"
             )
         stack.enter_context(lock)
-        ending = Ending(paths, settings.idle_timeout)
+        ending = Ending(paths, settings.idle_timeout, owned=bool(record.owner_lock))
         Path(record.run_dir).mkdir(parents=True, exist_ok=True)
         status = _begin_status(record)
         status.save(Path(record.run_dir))
@@ -145,7 +145,6 @@ class Sidecar:
         self._set_state(State.READY)
         ready.ready()
         _log.info("ready: step %d, %d experiences", self._trainer.step, len(self._learner.replay))
-        self._ending.operator_seen()
         self._metrics.open_tensorboard()
         while not self._ending.check():
             self._hub.wait(_WAIT_S)

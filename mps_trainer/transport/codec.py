@@ -152,7 +152,7 @@ class Codec:
             if span.offsets_at >= 0:
                 offsets = raw[span.offsets_at : span.offsets_at + 4 * (num_rows + 1)].view(np.int32)
                 _check_offsets(column, offsets, span.count)
-            columns[column.name] = PackedColumn(values, offsets)
+            columns[column.name] = PackedColumn(values, offsets, is_text=column.kind == "text")
         return PackedBatch(columns, num_rows)
 
     def _expected(self, words: npt.NDArray[np.int64]) -> Message | None:
