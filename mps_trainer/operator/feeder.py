@@ -64,6 +64,7 @@ class Feeder:
         self._status: Status | None = None
         self._next_look = 0.0
         self._said: set[str] = set()
+        self._wrong_host = False
         self.run_dir: Path | None = None
         self.connect_error = ""
 
@@ -73,7 +74,7 @@ class Feeder:
         extracted = self._extract(experiences)
         self._tell_problems(extracted, out)
         channel = self._connected()
-        out.metrics["connected"] = int(channel is not None)
+        out.metrics |= {"connected": int(channel is not None), "wrong_host": int(self._wrong_host)}
         if channel is None:
             return out
         self._look_at_sidecar(out)
@@ -90,7 +91,8 @@ class Feeder:
     def connect(self) -> None:
         """Join the run; RunError or PlacementError says why not."""
         paths, record = self._find_run()
-        if record.boot_id != boot_id():
+        self._wrong_host = record.boot_id != boot_id()
+        if self._wrong_host:
             raise PlacementError(
                 f"the sidecar of run {record.run_id} is on host {record.host}, this operator runs on {host_name()}",
                 "shared memory does not cross hosts: start the run on the node where Trinity's explorer runs",

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import token_rows
 from plain_loop import assert_same_weights, newest_weights, train_plainly
+from real_sidecar import token_rows
 
 from mps_trainer.run.exit_codes import OK
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import numpy as np
-from conftest import token_rows
+from real_sidecar import token_rows
 
 from mps_trainer.columns import PackedBatch
 from mps_trainer.config import load_settings

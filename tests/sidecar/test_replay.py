@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import token_rows
+from real_sidecar import token_rows
 
 from mps_trainer.columns import Column, PackedBatch
 from mps_trainer.sidecar.replay import ReplayBuffer

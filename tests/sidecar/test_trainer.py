@@ -6,7 +6,7 @@ import broken_tasks
 import numpy as np
 import pytest
 import torch
-from conftest import token_rows
+from real_sidecar import token_rows
 from torch import Tensor, nn
 
 from mps_trainer.columns import IDENTITY_COLUMNS, Column, PackedBatch

@@ -1,0 +1,199 @@
+"""The operator against a real sidecar process, without Ray: what it feeds, what it does with scores, how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trinity.common.experience import EID, Experience
+
+from mps_trainer.errors import ConfigError, MpsTrainerError
+from mps_trainer.operator import AuxTrainer
+from mps_trainer.run import RunRecord
+
+
+def experiences(seed: int, size: int = 32) -> list[Experience]:
+    """Reward 1 for more low tokens than usual."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for i in range(size):
+        tokens = torch.randint(0, 50, (24,), generator=generator, dtype=torch.int32)
+        reward = float((tokens[4:] < 25).float().mean() > 0.5)
+        eid = EID(batch=seed, task=i // 8, run=i % 8, suffix="000000")
+        batch.append(Experience(eid=eid, tokens=tokens, prompt_length=4, logprobs=-torch.ones(20), reward=reward))
+    return batch
+
+
+def operator(run: Any, **args: Any) -> AuxTrainer:
+    own = {"task_args": run.settings.task_args, "run_file": str(run.paths.run_file), "ring_slot": "256KiB"}
+    return AuxTrainer(**{**own, **args})
+
+
+def drive(aux: AuxTrainer, batches: list[list[Experience]]) -> list[tuple[list[Experience], dict[str, Any]]]:
+    """prepare, process each batch, close: as Trinity's pipeline does."""
+
+    async def main() -> list[Any]:
+        await aux.prepare()
+        try:
+            return [await aux.process(batch) for batch in batches]
+        finally:
+            await aux.close()
+
+    return asyncio.run(main())
+
+
+def test_filter_drops_the_highest_scores_and_writes_down_why(make_run: Any) -> None:
+    run = make_run(min_experiences=8)
+    run.start()
+    batches = [experiences(seed) for seed in range(4)]
+    results = drive(operator(run, use="filter", filter={"value": 0.25}, min_version=1), batches)
+    kept, metrics = results[0]
+    assert kept == batches[0], "the model has not learnt anything yet"
+    assert metrics["aux_trainer/score_too_early"] == 1
+    for (kept, metrics), batch in zip(results[1:], batches[1:], strict=True):
+        assert len(kept) == 24
+        assert [e for e in batch if e in kept] == kept, "the order stays"
+        assert metrics["aux_trainer/filtered"] == 8
+        assert metrics["aux_trainer/fed"] == 32
+        assert metrics["aux_trainer/score_late"] == 0
+        assert all(type(value) in (int, float) for value in metrics.values()), "Trinity drops every other type"
+    lines = [json.loads(line) for line in (run.run_dir / "operator.jsonl").read_text().splitlines()]
+    assert [len(line["dropped"]) for line in lines] == [0, 8, 8, 8]
+    assert "quantile 0.25: score >=" in lines[1]["dropped"][0]["why"]
+
+
+def test_reward_keeps_the_raw_one(make_run: Any) -> None:
+    run = make_run(min_experiences=8)
+    run.start()
+    batch = experiences(1)
+    raw = [e.reward for e in batch]
+    drive(operator(run, use="reward", reward={"how": "add", "weight": -1}, min_version=0), [batch])
+    assert [e.info["raw_reward"] for e in batch] == raw
+    assert all(e.reward <= e.info["raw_reward"] for e in batch)
+
+
+def test_disabled_returns_the_very_same_and_opens_nothing() -> None:
+    before = set(os.listdir("/dev/shm"))
+    batch = experiences(1)
+    as_they_were = Experience.serialize_many(batch)
+    [(kept, metrics)] = drive(AuxTrainer(enabled=False), [batch])
+    assert kept is batch
+    assert Experience.serialize_many(kept) == as_they_were
+    assert metrics == {"aux_trainer/enabled": 0, "aux_trainer/errors_total": 0}
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'filter'"):
+        AuxTrainer(fliter={})
+
+
+@pytest.mark.parametrize("on_error", ["pass", "raise"])
+def test_no_run_at_all(tmp_path: Any, on_error: str) -> None:
+    aux = AuxTrainer(run_file=str(tmp_path / "none.json"), use="filter", on_error=on_error)
+    batch = experiences(1)
+    if on_error == "raise":
+        with pytest.raises(MpsTrainerError, match="start_mps"):
+            drive(aux, [batch])
+        return
+    [(kept, metrics)] = drive(aux, [batch])
+    assert kept is batch
+    assert metrics["aux_trainer/connected"] == 0
+
+
+def test_another_host_is_noticed(make_run: Any) -> None:
+    run = make_run()
+    elsewhere = replace(RunRecord.load(run.paths.run_file), boot_id="another", host="node7")
+    elsewhere.save(run.paths.run_file)
+    with pytest.raises(MpsTrainerError, match=r"(?s)on host node7.*does not cross hosts"):
+        drive(operator(run, on_error="raise"), [])
+    [(kept, metrics)] = drive(operator(run), [experiences(1)])
+    assert len(kept) == 32
+    assert metrics["aux_trainer/wrong_host"] == 1
+
+
+def test_a_stopped_sidecar_costs_one_timeout_and_no_experience(make_run: Any) -> None:
+    run = make_run(min_experiences=8)
+    child, _ = run.start()
+    aux = operator(run, use="filter", score_timeout="300ms", min_version=0)
+
+    async def main() -> tuple[list[Experience], dict[str, Any], float]:
+        await aux.prepare()
+        await aux.process(experiences(1))
+        os.kill(child.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        kept, metrics = await aux.process(experiences(2))
+        took = time.monotonic() - begin
+        os.kill(child.pid, signal.SIGCONT)
+        await aux.close()
+        return kept, metrics, took
+
+    kept, metrics, took = asyncio.run(main())
+    assert len(kept) == 32
+    assert metrics["aux_trainer/score_late"] == 1
+    assert 0.3 <= took < 1.5
+
+
+def test_a_dead_sidecar_costs_nothing(make_run: Any) -> None:
+    run = make_run(min_experiences=8)
+    child, _ = run.start()
+    aux = operator(run, use="filter", score_timeout="30s")
+
+    async def main() -> tuple[list[Experience], dict[str, Any]]:
+        await aux.prepare()
+        await aux.process(experiences(1))
+        child.kill()
+        child.wait()
+        return await aux.process(experiences(2))
+
+    kept, metrics = asyncio.run(main())
+    asyncio.run(aux.close())
+    assert len(kept) == 32
+    assert metrics["aux_trainer/sidecar_up"] == 0
+    assert metrics["aux_trainer/process_ms"] < 2000
+    assert metrics["aux_trainer/fed"] == 32, "it waits in the ring for the successor"
+
+
+def test_an_error_of_ours_loses_no_batch(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    run.start()
+    aux = operator(run, use="filter")
+    monkeypatch.setattr(aux, "_apply", lambda *a: 1 / 0)
+    batch = experiences(1)
+    [(kept, metrics)] = drive(aux, [batch])
+    assert kept is batch
+    assert metrics["aux_trainer/errors_total"] == 1
+
+
+def test_the_event_loop_goes_on_while_scores_are_awaited(make_run: Any) -> None:
+    run = make_run(min_experiences=8)
+    child, _ = run.start()
+    aux = operator(run, use="filter", score_timeout="400ms")
+    delays: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(0.01)
+            delays.append(time.monotonic() - begin - 0.01)
+
+    async def main() -> None:
+        await aux.prepare()
+        watcher = asyncio.create_task(watch())
+        os.kill(child.pid, signal.SIGSTOP)
+        await aux.process(experiences(1))
+        os.kill(child.pid, signal.SIGCONT)
+        watcher.cancel()
+        await aux.close()
+
+    asyncio.run(main())
+    assert len(delays) > 10, "the loop ran while the operator waited"
+    assert np.median(delays) < 0.1
