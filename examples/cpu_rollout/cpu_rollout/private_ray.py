@@ -100,11 +100,15 @@ class PrivateRay:
         self.environment: dict[str, str] = {**os.environ, **environment}
         self.num_cpus = num_cpus  # a number for Ray's arithmetic: every engine and runner reserves one
         self.temp_dir = Path()
+        self._private_dir = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> PrivateRay:
-        # Ray's socket paths must stay under 107 bytes, so the folder is short whatever TMPDIR says.
-        self.temp_dir = Path(tempfile.mkdtemp(prefix="cpu-rollout-ray-", dir="/tmp"))
+        # Ray's socket paths must stay under 107 bytes, so the folder is short whatever TMPDIR says. Ray opens its
+        # temp dir to every user; the folder above it stays ours.
+        self._private_dir = tempfile.mkdtemp(prefix="cpu-ray-", dir="/tmp")
+        self.temp_dir = Path(self._private_dir, "ray")
+        self.temp_dir.mkdir()
         port = self._start()
         self.environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
         try:
@@ -180,5 +184,5 @@ class PrivateRay:
                 stop_family(psutil.Process(self._process.pid), STOP_TIMEOUT_S)
             self._process.wait(STOP_TIMEOUT_S)
             self._process = None
-        if self.temp_dir != Path():
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+        if self._private_dir:
+            shutil.rmtree(self._private_dir, ignore_errors=True)
