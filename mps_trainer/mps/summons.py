@@ -124,7 +124,7 @@ class SummonsServer:
             threading.Thread(target=self._serve, args=(connection,), name="engine", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rw") as stream:
+        with connection, connection.makefile("r") as stream:
             pid, uid = _peer(connection)
             if uid != os.getuid():
                 return
@@ -140,8 +140,7 @@ class SummonsServer:
             answer = self._decided(request)
             self._update(key, state="starting" if answer.join else "alone")
             with contextlib.suppress(OSError):
-                stream.write(json.dumps(asdict(answer)) + "\n")
-                stream.flush()
+                connection.sendall((json.dumps(asdict(answer)) + "\n").encode())
                 self._follow(key, stream)
             if self._engines[key].state in ("starting", "asking"):
                 self._update(key, state="gone")

@@ -21,13 +21,13 @@ def visible_gpus(cuda_visible_devices: str | None) -> tuple[str, ...]:
 
     Ordinals are read as NVML's, which are Ray's; CUDA's agree with them unless the machine mixes GPU models.
     """
+    words = None if cuda_visible_devices is None else [w.strip() for w in cuda_visible_devices.split(",") if w.strip()]
+    if words is not None and not any(word.isdigit() for word in words):
+        return tuple(words)
     pynvml.nvmlInit()
     try:
         count = pynvml.nvmlDeviceGetCount()
-        if cuda_visible_devices is None:
-            words = [str(i) for i in range(count)]
-        else:
-            words = [word.strip() for word in cuda_visible_devices.split(",") if word.strip()]
+        words = [str(i) for i in range(count)] if words is None else words
         return tuple(_uuid(word) for word in words if not word.isdigit() or int(word) < count)
     finally:
         pynvml.nvmlShutdown()

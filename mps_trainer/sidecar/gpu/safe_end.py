@@ -76,16 +76,20 @@ class SafeEnd:
             ...
 
     `on_signal` is called from the handler and should only set a flag; without it a signal raises SystemExit at the next
-    bytecode. Use it in the main thread, before the first kernel.
+    bytecode. With `signals=False` the process has handlers of its own, which lead to a return. Use it in the main
+    thread, before the first kernel.
     """
 
-    def __init__(self, device: torch.device, on_signal: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, on_signal: Callable[[], None] | None = None, *, signals: bool = True
+    ) -> None:
         self._device = device
         self._on_signal = on_signal
+        self._numbers = (signal.SIGTERM, signal.SIGINT) if signals else ()
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> SafeEnd:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._numbers:
             self._before[number] = signal.signal(number, self._handle)
         # For what ends the interpreter outside of the block, such as an exception in a thread's owner.
         atexit.register(self.synchronise)

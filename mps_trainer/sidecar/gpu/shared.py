@@ -42,9 +42,22 @@ class SharedGpu:
     """The one GPU that this process sees, as a client of the run's MPS daemon."""
 
     def __init__(self, run_id: str) -> None:
-        """Make the CUDA context. PlacementError when this is not the GPU or not the server that the plan says."""
+        """Set the environment and make the CUDA context; nothing in this process may have used CUDA before.
+
+        Raises:
+            PlacementError: CUDA runs already, or this is not the GPU or not the server that the plan says.
+        """
         self._folder = mps_folder(run_id)
         self.placement = GpuPlacement.load(self._folder)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise PlacementError(
+                "CUDA had started before this process could join MPS",
+                "use no CUDA when the task's module is imported or its constructor runs",
+            )
+        # In the process itself and not by its parent: for `device: auto` the GPU is known only now.
+        for name in [name for name in os.environ if name.startswith("CUDA_")]:
+            del os.environ[name]
+        os.environ.update(self.placement.environment({}, self._folder))
         if not torch.cuda.is_available():
             raise PlacementError(
                 f"torch {torch.__version__} sees no CUDA device",

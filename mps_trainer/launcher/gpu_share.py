@@ -1,0 +1,210 @@
+"""The supervisor's side of a shared GPU: the daemon, the plan for the GPU, the answers to engines, the proof.
+
+    start ---- device known ------> place > sidecar starts > READY > engines on that GPU join
+          `--- device: auto ------> first rollout engine asks > place > sidecar starts > READY > that engine goes on
+
+An engine's question is answered in a thread of the summons and waits there for the sidecar; the supervisor's loop asks
+`is_placed` and tells `sidecar_is_ready` or `sidecar_is_gone`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from mps_trainer.errors import MpsTrainerError, PlacementError
+from mps_trainer.launcher.memory_plan import EngineWish, MemoryPlan, plan_memory
+from mps_trainer.mps.checks import Surroundings, read_surroundings, require_possible, run_checks
+from mps_trainer.mps.control import CONTROL_BINARY, GpuFault, MpsDaemon
+from mps_trainer.mps.folder import mps_folder
+from mps_trainer.mps.lease import take_gpu
+from mps_trainer.mps.nvml import GpuFacts
+from mps_trainer.mps.placement import GpuPlacement
+from mps_trainer.mps.process import is_descendant
+from mps_trainer.mps.summons import EngineAnswer, EngineRecord, EngineRequest, SummonsServer
+from mps_trainer.run import HeldLock
+
+log = logging.getLogger("mps_trainer.supervisor")
+
+#: The pool of a sidecar whose user has not said `memory`.
+DEFAULT_POOL = 4 * 2**30
+# The most that an engine could ask for: the answer is a cap, and the engine takes the smaller number.
+_HIGHEST_UTILIZATION = 0.99
+# Under what an engine waits itself (the plugin's limit), so that it hears the reason.
+ANSWER_S = 90.0
+_ROLLOUT = "rollout"
+
+
+class GpuShare:
+    """One run's share of one GPU.
+
+    Args:
+        run_id: whose MPS folder it is.
+        device: "cuda:<n>" with NVML's index, or "cuda": the GPU of the first rollout engine.
+        memory: bytes of the sidecar's pool; None for the default.
+        look: reads the machine; the tests give recorded values.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        device: str,
+        memory: int | None,
+        *,
+        binary: str = CONTROL_BINARY,
+        look: Callable[[], Surroundings] = read_surroundings,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self._run_id = run_id
+        self._device = device
+        self._memory = memory or DEFAULT_POOL
+        self._look = look
+        self._answer_s = answer_s
+        self._folder = mps_folder(run_id)
+        self.daemon = MpsDaemon(self._folder, binary)
+        self._guard = threading.Condition()
+        self._gpu: GpuFacts | None = None
+        self._lease: HeldLock | None = None
+        self._summons: SummonsServer | None = None
+        self._sidecar_ready = False
+        self._gone = ""
+        self._faults_told = 0
+        self.plan: MemoryPlan | None = None
+        self.wake: Callable[[], object] = lambda: None
+
+    def start(self) -> None:
+        """Check, start the daemon, place the sidecar if its GPU is known, and listen to engines.
+
+        Raises:
+            PlacementError: what stands in the way, with what to do; nothing stays behind.
+        """
+        around = self._look()
+        wanted = None if self._device == "cuda" else self._gpu_at(around, int(self._device.removeprefix("cuda:")))
+        require_possible(run_checks(around, wanted.uuid if wanted else None))
+        try:
+            self.daemon.start()
+            if wanted is not None:
+                self._place(wanted)
+            self._summons = SummonsServer(self._folder.summons_socket, self._decide)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known which GPU the sidecar goes to."""
+        return self._gpu is not None
+
+    @property
+    def engines(self) -> list[EngineRecord]:
+        """Engines that have asked so far."""
+        return self._summons.engines if self._summons else []
+
+    @property
+    def must_not_change(self) -> bool:
+        """Whether an engine that joined is measuring memory: the sidecar is neither ended nor restarted then."""
+        return any(engine.state == "starting" for engine in self.engines)
+
+    def sidecar_is_ready(self) -> None:
+        """Engines that wait may go on and join."""
+        with self._guard:
+            self._sidecar_ready, self._gone = True, ""
+            self._guard.notify_all()
+
+    def sidecar_is_gone(self, why: str, *, for_good: bool) -> None:
+        """The sidecar has ended. For good: engines that wait start alone. Otherwise they wait for its successor."""
+        with self._guard:
+            self._sidecar_ready = False
+            if for_good:
+                self._gone = why
+            self._guard.notify_all()
+
+    def new_faults(self) -> list[GpuFault]:
+        """Fatal GPU errors that the server has logged since the last call."""
+        faults = self.daemon.faults()
+        new, self._faults_told = faults[self._faults_told :], len(faults)
+        return new
+
+    def server_is_clean(self) -> bool:
+        """Whether a new client would be accepted: no server yet, or one that has recovered."""
+        try:
+            return all(self.daemon.server_status(server) == "ACTIVE" for server in self.daemon.servers())
+        except PlacementError:
+            return False
+
+    def unproven_engines(self) -> list[EngineRecord]:
+        """Engines that say they are up and of which no process is a client: their membership is not claimed."""
+        up = [engine for engine in self.engines if engine.state == "ready"]
+        if not up:
+            return []
+        clients = [client.pid for client in self.daemon.clients()]
+        return [e for e in up if not any(is_descendant(client, e.request.pid) for client in clients)]
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Stop listening and end the daemon; False when clients still use it, which are left alone.
+
+        A daemon that is asked to quit ends with its last client; what is left then is swept by the next run.
+        """
+        if self._summons is not None:
+            self._summons.close()
+            self._summons = None
+        try:
+            ended = self.daemon.quit(timeout_s)
+        except MpsTrainerError as error:
+            log.warning("the MPS daemon did not end: %s", error)
+            ended = False
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        return ended
+
+    def _place(self, gpu: GpuFacts) -> None:
+        self._lease = take_gpu(gpu.uuid, self._run_id)
+        wish = EngineWish("engine", _HIGHEST_UTILIZATION)
+        self.plan = plan_memory(gpu.total, gpu.used, [wish], wish=self._memory)
+        GpuPlacement(gpu_uuid=gpu.uuid, pool=self.plan.pool, limit=self.plan.limit).save(self._folder)
+        self._gpu = gpu
+
+    def _decide(self, request: EngineRequest) -> EngineAnswer:
+        deadline = time.monotonic() + self._answer_s
+        with self._guard:
+            if self._gpu is None and not self._summon(request):
+                return EngineAnswer(False, f"{request.actor} is no rollout engine: the sidecar waits for one")
+            gpu, plan = self._gpu, self.plan
+            assert gpu is not None
+            assert plan is not None
+            if gpu.uuid not in request.gpus:
+                return EngineAnswer(False, f"the sidecar of this run is on another GPU ({gpu.uuid})")
+            done = self._guard.wait_for(
+                lambda: self._sidecar_ready or bool(self._gone), max(0.0, deadline - time.monotonic())
+            )
+            if self._gone or not done:
+                why = self._gone or f"it was not ready after {self._answer_s:.0f} s"
+                return EngineAnswer(False, f"the engine starts alone: the sidecar is not there ({why})")
+        utilization = plan.utilization[0]
+        reason = f"joins the sidecar on {gpu.uuid}, gpu_memory_utilization at most {utilization:.3f}"
+        return EngineAnswer(True, reason, str(self._folder.pipe_dir), utilization)
+
+    def _summon(self, request: EngineRequest) -> bool:
+        # Outside of Ray an engine has no actor, and whoever names the run by hand means it.
+        if not request.gpus or (request.actor and _ROLLOUT not in request.actor):
+            return False
+        around = self._look()
+        gpu = next((gpu for gpu in around.nvml.gpus if gpu.uuid == request.gpus[0]), None)
+        if gpu is None:
+            raise PlacementError(f"NVML knows no GPU {request.gpus[0]}", "see `mps-trainer doctor`")
+        require_possible(run_checks(around, gpu.uuid))
+        self._place(gpu)
+        self.wake()
+        return True
+
+    @staticmethod
+    def _gpu_at(around: Surroundings, index: int) -> GpuFacts:
+        found = next((gpu for gpu in around.nvml.gpus if gpu.index == index), None)
+        if found is None:
+            raise PlacementError(
+                f"there is no cuda:{index}: NVML sees {len(around.nvml.gpus)} GPUs", "name a GPU that is there"
+            )
+        return found

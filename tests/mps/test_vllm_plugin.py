@@ -1,0 +1,126 @@
+"""The plugin in a process of its own, with a stand-in for vLLM and a real socket to a supervisor."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_summons import wait_for
+
+from mps_trainer.mps.folder import mps_folder
+from mps_trainer.mps.summons import EngineAnswer, SummonsServer
+from mps_trainer.run import run_paths, try_hold
+
+HERE = Path(__file__).parent
+RUN = "abcd1234"
+ENGINE = """
+import json, os, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+wished = float(sys.argv[1])
+args = EngineArgs(wished)
+try:
+    engine = AsyncLLM.from_engine_args(args)
+    again = args.create_engine_config()
+    used = engine.vllm_config["gpu_memory_utilization"]
+except ValueError as error:
+    used, again = str(error), None
+child = os.popen(f"{sys.executable} -c 'from vllm.engine.arg_utils import EngineArgs as E; "
+                 f"print(E(0.9).create_engine_config())'").read()
+names = [n for n in os.environ if n.startswith("CUDA_MPS")]
+print(json.dumps({"used": used, "again": again, "env": {n: os.environ[n] for n in names}, "child": child,
+                  "ray": "ray" in sys.modules, "torch": "torch" in sys.modules}))
+"""
+
+
+def start_engine(wished=0.9, **env):
+    path = os.pathsep.join([str(HERE / "fake_vllm"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, str(wished)],
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "GPU-a", "MPS_TRAINER_JOIN_TIMEOUT": "5", **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture
+def run(state):
+    folder = mps_folder(RUN)
+    folder.make()
+    with try_hold(run_paths(RUN).supervisor_lock):
+        yield folder
+
+
+@pytest.fixture
+def supervisor(run):
+    answers = [EngineAnswer(True, "joins", "/our/pipe", 0.5)]
+    server = SummonsServer(run.summons_socket, lambda request: answers[0])
+    server.answers = answers
+    yield server
+    server.close()
+
+
+def test_fake_engine_joins_lowers_its_share_once_and_reports_that_it_is_up(supervisor):
+    found, _ = start_engine(MPS_TRAINER_RUN=RUN)
+    assert found["used"] == 0.5
+    assert found["again"] == {"gpu_memory_utilization": 0.5}
+    assert found["env"] == {"CUDA_MPS_PIPE_DIRECTORY": "/our/pipe"}
+    # Its children inherit the environment and change nothing: a number is lowered once.
+    assert found["child"] == "{'gpu_memory_utilization': 0.9}\n"
+    (engine,) = supervisor.engines
+    assert (engine.state, engine.wished, engine.utilization) == ("ready", 0.9, 0.5)
+    assert engine.request.gpus == ("GPU-a",)
+    assert not found["ray"]
+    assert not found["torch"]
+
+
+def test_fake_engine_that_asks_for_less_keeps_its_share(supervisor):
+    assert start_engine(0.3, MPS_TRAINER_RUN=RUN)[0]["used"] == 0.3
+
+
+def test_fake_engine_is_not_bound_by_a_limit_meant_for_the_sidecar(supervisor):
+    env = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "GPU-a=2G"}
+    assert set(start_engine(MPS_TRAINER_RUN=RUN, **env)[0]["env"]) == {"CUDA_MPS_PIPE_DIRECTORY"}
+
+
+def test_fake_engine_that_fails_to_start_says_why(supervisor):
+    found, _ = start_engine(0.05, MPS_TRAINER_RUN=RUN)
+    assert "No available memory" in found["used"]
+    wait_for(lambda: supervisor.engines[0].state == "failed")
+    assert "No available memory" in supervisor.engines[0].error
+
+
+def test_fake_engine_that_is_told_to_stay_alone_is_untouched(supervisor):
+    supervisor.answers[0] = EngineAnswer(False, "on another GPU")
+    found, _ = start_engine(MPS_TRAINER_RUN=RUN)
+    assert found["used"] == 0.9
+    assert found["env"] == {}
+    assert [engine.state for engine in supervisor.engines] == ["alone"]
+
+
+@pytest.mark.parametrize("env", [{}, {"MPS_TRAINER_RUN": "99999999"}])
+def test_fake_engine_of_no_run_or_of_a_dead_one_is_untouched(supervisor, env):
+    found, said = start_engine(**env)
+    assert found["used"] == 0.9
+    assert found["env"] == {}
+    assert supervisor.engines == []
+    assert said == ""
+
+
+def test_fake_engine_of_a_run_without_mps_is_untouched(run):
+    found, _ = start_engine(MPS_TRAINER_RUN=RUN)
+    assert found["used"] == 0.9
+    assert found["env"] == {}
+
+
+def test_fake_engine_starts_even_when_the_plugin_breaks(run, monkeypatch):
+    run.summons_socket.write_text("no socket")
+    found, said = start_engine(MPS_TRAINER_RUN=RUN, CUDA_VISIBLE_DEVICES="0", MPS_TRAINER_JOIN_TIMEOUT="soon")
+    assert found["used"] == 0.9
+    assert "the engine starts without the sidecar" in said
