@@ -31,7 +31,6 @@ def test_experiences_reach_the_trainer_equal_field_by_field(trinity_run: Trinity
     outcomes = []
     for operators in ([], [operator(enabled=False, use="filter")]):
         config = trinity_run.write_config("explore", operators=operators, steps=2, tasks=4, repeats=8)
-        before = set(os.listdir("/dev/shm"))
         with trinity_run.engine(config):
             # The second goes through `mps-trainer run`, which must hand over to Trinity and start nothing.
             outcomes.append(trinity_run.run(config, command=MPS_RUN if operators else None))
