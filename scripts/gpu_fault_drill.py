@@ -30,6 +30,7 @@ from gpu_lab import Job, WarmParent, gpu_uuids, machine
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.environment import sidecar_env
 from mps_trainer.mps.folder import MpsFolder
+from mps_trainer.mps.placement import GpuPlacement
 
 OURS = (
     "return",
@@ -251,6 +252,9 @@ class Lane:
         self.daemon = MpsDaemon(MpsFolder(folder / "m"))
         self.daemon.start()
         self.env = sidecar_env(self.daemon.folder.pipe_dir, uuid, LIMIT)
+        # What a real sidecar gets: every launch is waited for.
+        placement = GpuPlacement(gpu_uuid=uuid, pool=LIMIT, limit=LIMIT)
+        self.our_env = placement.environment({}, self.daemon.folder)
         self.counter, self.ready = Counter(folder / "victim"), Counter(folder / "ready")
         self.victim: Job | None = None
         self.notes: list[str] = []
@@ -260,7 +264,7 @@ class Lane:
         victim = self._living_victim()
         self.ready.reset()
         function = "naive" if way in NAIVE else "bounded" if way in BOUNDS else "ours"
-        env = {**self.env, "CUDA_LAUNCH_BLOCKING": "1"} if "blocking" in way else self.env
+        env = self.our_env if way in OURS or "blocking" in way else self.env
         offender = self.parent.start(f"gpu_fault_drill:{function}", way, str(self.ready.path), env=env)
         beats = 1 if way in NAIVE else 20
         up = self.ready.wait_for(beats, 60, offender)
@@ -361,9 +365,13 @@ def main() -> int:
         except (RuntimeError, OSError) as error:
             problems.append(f"{type(error).__name__}: {error}")
 
-    logs = ""
+    logs, speeds = "", {}
     with tempfile.TemporaryDirectory(prefix="mt-") as name:
         lanes = [Lane(Path(name) / f"{g}{k}", uuid) for g, uuid in enumerate(gpu_uuids()) for k in range(args.lanes)]
+        for kind in ("mlp", "heavy", "transformer"):
+            for name_of, env in (("free", lanes[0].env), ("blocking", lanes[0].our_env)):
+                speeds[f"{kind}, {name_of}"] = lanes[0].parent.start("gpu_fault_drill:speed", kind, env=env).result(60)
+        print("ms of a step alone, launches free and blocking:", speeds, flush=True)
         threads = [threading.Thread(target=work, args=(lane,)) for lane in lanes]
         for thread in threads:
             thread.start()
@@ -373,10 +381,11 @@ def main() -> int:
             lane.close()
         logs = (Path(name) / "00" / "children.log").read_text()[-3000:]
     notes = sorted({note for lane in lanes for note in lane.notes})
-    return _report(rows, problems, notes, logs, args.out)
+    return _report(rows, {"problems": problems, "notes": notes, "log": logs, "step ms": speeds}, args.out)
 
 
-def _report(rows: list[dict[str, Any]], problems: list[str], notes: list[str], logs: str, out: Path | None) -> int:
+def _report(rows: list[dict[str, Any]], extra: dict[str, Any], out: Path | None) -> int:
+    problems = extra["problems"]
     table = {}
     print("| how it ended | trials | victims that died | 95 % bound on the rate | wrong results | statuses | s each |")
     print("|---|---|---|---|---|---|---|")
@@ -392,12 +401,12 @@ def _report(rows: list[dict[str, Any]], problems: list[str], notes: list[str], l
             f"| {way} | {n} | {died} | {bound} | {wrong} | {sorted({row['status'] for row in mine}, key=str)} | "
             f"{seconds[len(seconds) // 2]:.1f} |"
         )
-    print("problems:", problems, "\nvictims said:", notes, "\nchildren's log ends:", logs[-800:])
+    print("problems:", problems, "\nvictims said:", extra["notes"], "\nchildren's log ends:", extra["log"][-300:])
     deaths = sum(table[way]["died"] + table[way]["wrong"] for way in OURS)
     control = sum(table[way]["died"] for way in NAIVE)
     right = deaths == 0 and (control > 0 or not any(table[way]["trials"] for way in NAIVE)) and not problems
     if out:
-        facts = {"machine": machine(), "table": table, "rows": rows, "problems": problems, "notes": notes, "log": logs}
+        facts = {"machine": machine(), "table": table, "rows": rows, **extra, "as wanted": right}
         out.write_text(json.dumps(facts, indent=1))
     print(f"as wanted: {right} (our ways: {deaths} deaths or wrong results; the control: {control} deaths)")
     return 0 if right else 1

@@ -71,6 +71,7 @@ class GpuShare:
         self._sidecar_ready = False
         self._gone = ""
         self._faults_told = 0
+        self._judged: set[int] = set()
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
 
@@ -133,6 +134,25 @@ class GpuShare:
             return all(self.daemon.server_status(server) == "ACTIVE" for server in self.daemon.servers())
         except PlacementError:
             return False
+
+    def prove_engines(self) -> None:
+        """Judge each engine once when it says that it is up, and write the proof, or its absence, to the log."""
+        new = [e for e in self.engines if e.state == "ready" and e.request.pid not in self._judged]
+        if not new:
+            return
+        unproven = {engine.request.pid for engine in self.unproven_engines()}
+        for engine in new:
+            pid = engine.request.pid
+            self._judged.add(pid)
+            if pid in unproven:
+                log.warning(
+                    "engine %s (pid %d) is up, but none of its processes is an MPS client", engine.request.actor, pid
+                )
+            else:
+                log.info(
+                    "engine %s (pid %d) is up and proven to be an MPS client, gpu_memory_utilization %s of %s wished",
+                    engine.request.actor, pid, engine.utilization, engine.wished,
+                )  # fmt: skip
 
     def unproven_engines(self) -> list[EngineRecord]:
         """Engines that say they are up and of which no process is a client: their membership is not claimed."""

@@ -19,7 +19,6 @@ from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.placement import GpuPlacement
 from mps_trainer.sidecar.gpu.numerics import NumericsReport, check_numerics
 from mps_trainer.sidecar.gpu.reservation import MIB, Reservation
-from mps_trainer.sidecar.gpu.safe_end import measure_step_ms
 
 log = logging.getLogger(__name__)
 
@@ -95,12 +94,15 @@ class SharedGpu:
         if peak > self.placement.pool:
             raise self._too_small(peak)
         self.reservation = Reservation.take(self.device, self.placement.pool, self.placement.limit)
+        started = time.perf_counter()
         try:
             worst_step()
         except TaskError as error:
             if "out of memory" in str(error):
                 raise self._too_small(peak + self.placement.pool // 4) from error
             raise
+        torch.cuda.synchronize(self.device)
+        step_ms = 1e3 * (time.perf_counter() - started)
         self.reservation.check_constant(self.device)
         report = self.reservation.report
         proof = Proof(
@@ -111,7 +113,7 @@ class SharedGpu:
             pool=report.pool,
             refused=report.refused,
             step_peak=peak,
-            step_ms=measure_step_ms(worst_step, self.device, repeats=1),
+            step_ms=step_ms,
         )
         log.info(
             "MPS client of %s: %d MiB taken (worst step %d MiB), %d products right, step %.1f ms",
