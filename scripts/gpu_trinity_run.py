@@ -11,6 +11,7 @@ While it runs, this script looks at the clients of the run's MPS daemon and at t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -103,11 +104,9 @@ class Watcher(threading.Thread):
     def run(self) -> None:
         while not self.stop.wait(1.0):
             for _run_id, folder in all_mps_folders():
-                try:
+                with contextlib.suppress(PlacementError):
                     for client in MpsDaemon(folder).clients():
                         self.clients[client.pid] = self.clients.get(client.pid, 0) + 1
-                except PlacementError:
-                    continue
             for gpu in read_nvml().gpus:
                 for process in gpu.processes:
                     self.used.setdefault(process.pid, []).append(process.used)
@@ -143,11 +142,11 @@ def judge(work: Path, run_dir: Path, watcher: Watcher) -> dict[str, Any]:
     console = (work / "console.log").read_text(errors="replace")
     sidecar, supervisor = ((run_dir / f"{name}.log").read_text(errors="replace") for name in ("sidecar", "supervisor"))
     batches = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    batches = [b for b in batches if b.get("kind", b.get("event", "batch")) == "batch" and "auc" in b]
+    batches = [b for b in batches if b["kind"] == "batch"]
+    operator = [json.loads(line) for line in (run_dir / "operator.jsonl").read_text().splitlines()]
     status = Status.load(run_dir)
     pid = int(re.findall(r"sidecar (\d+) is ready", supervisor)[-1])
     steady = watcher.used.get(pid, [])[10:]
-    dropped = [int(n) for n in re.findall(r"aux_trainer/filtered': (\d+)", console)]
     return {
         "proof": re.findall(r"MPS client of .*", sidecar),
         "engines": re.findall(r"engine .*", supervisor),
@@ -159,7 +158,7 @@ def judge(work: Path, run_dir: Path, watcher: Watcher) -> dict[str, Any]:
         "auc by batch": [b["auc"] for b in batches],
         "score ms by batch": [b.get("score_ms") for b in batches],
         "step ms by batch": [b.get("step_ms") for b in batches],
-        "dropped by the filter, by batch": dropped,
+        "dropped by the filter, by batch": [line.get("filtered", 0) for line in operator],
         "verdict": console.splitlines()[-4:],
     }  # fmt: skip
 
