@@ -55,7 +55,7 @@ class SharedGpu:
                 "use no CUDA when the task's module is imported or its constructor runs",
             )
         # In the process itself and not by its parent: for `device: auto` the GPU is known only now.
-        for name in [name for name in os.environ if name.startswith("CUDA_")]:
+        for name in [name for name in os.environ if name.startswith("CUDA_MPS_")]:
             del os.environ[name]
         os.environ.update(self.placement.environment({}, self._folder))
         if not torch.cuda.is_available():
@@ -89,6 +89,7 @@ class SharedGpu:
         Raises:
             PlacementError: the step needs more than the pool; the message says how much.
         """
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         worst_step()
         peak = torch.cuda.max_memory_reserved(self.device)
