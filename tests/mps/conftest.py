@@ -5,11 +5,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from mps_helpers import FAKE_CONTROL
 
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -22,11 +21,7 @@ def state(monkeypatch):
 
 @pytest.fixture
 def fake_daemon(state):
-    daemon = MpsDaemon(mps_folder(f"{os.getpid():08x}"), str(HERE / "fake_control"))
+    daemon = MpsDaemon(mps_folder(f"{os.getpid():08x}"), str(FAKE_CONTROL))
     yield daemon
     if daemon.find() is not None:
         daemon.quit()
-
-
-def recorded(name: str) -> str:
-    return (HERE / "recorded" / name).read_text()

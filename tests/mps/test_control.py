@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from conftest import HERE, recorded
+from mps_helpers import FAKE_CONTROL, recorded
 
 from mps_trainer.errors import AlreadyRunningError, PlacementError
 from mps_trainer.mps.control import MpsDaemon, parse_clients, parse_faults
@@ -47,7 +47,7 @@ def test_fake_daemon_starts_sees_every_gpu_and_ends_with_its_folder(fake_daemon,
 
 
 def test_fake_daemon_two_runs_do_not_meet(state):
-    daemons = [MpsDaemon(mps_folder(f"{i}abcdef0"), str(HERE / "fake_control")) for i in range(2)]
+    daemons = [MpsDaemon(mps_folder(f"{i}abcdef0"), str(FAKE_CONTROL)) for i in range(2)]
     first, second = (daemon.start() for daemon in daemons)
     assert first != second
     assert daemons[0].quit()
@@ -145,7 +145,7 @@ def test_a_gpu_is_leased_to_one_run_and_the_holder_is_named(state):
 
 
 def test_fake_daemons_of_dead_runs_are_swept_and_busy_or_living_ones_are_not(state, monkeypatch):
-    binary = str(HERE / "fake_control")
+    binary = str(FAKE_CONTROL)
     dead, busy, living = (MpsDaemon(mps_folder(f"{i}abcdef0"), binary) for i in range(3))
     for daemon in (dead, living):
         daemon.start()

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from conftest import HERE
+from mps_helpers import FAKE_CONTROL, wait_for
 from test_checks import H200
 
 from mps_trainer.errors import AlreadyRunningError, PlacementError
@@ -26,13 +26,6 @@ from mps_trainer.mps.summons import EngineAnswer, EngineRequest, EngineSession, 
 OTHER = replace(H200, index=1, uuid="GPU-11111111-565d-9b0a-543c-d4b754f70410")
 RUN = "abcd1234"
 GIB = 2**30
-
-
-def wait_for(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -50,7 +43,7 @@ def share(state):
         def look():
             return Surroundings(NvmlFacts(gpus, "580.159.04"), mps_folder(RUN), "/bin/true", env={})
 
-        made = GpuShare(RUN, device, memory, binary=str(HERE / "fake_control"), look=look, answer_s=answer_s)
+        made = GpuShare(RUN, device, memory, binary=str(FAKE_CONTROL), look=look, answer_s=answer_s)
         shares.append(made)
         return made
 

@@ -4,16 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from test_summons import wait_for
+from mps_helpers import HERE, wait_for
 
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.summons import EngineAnswer, SummonsServer
 from mps_trainer.run import run_paths, try_hold
 
-HERE = Path(__file__).parent
 RUN = "abcd1234"
 ENGINE = """
 import json, os, sys
