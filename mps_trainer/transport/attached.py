@@ -16,7 +16,7 @@ from mps_trainer.transport.delivery import Delivery
 from mps_trainer.transport.layout import LOCK_OPERATOR_LIFE, LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES
 from mps_trainer.transport.record import KIND_BATCH, SENT_NS_OFFSET, RecordHeader, unpack_record
 from mps_trainer.transport.replies import ReplyOutbox
-from mps_trainer.transport.ring import FREE, RingReader, feed_ring
+from mps_trainer.transport.ring import FREE, Released, RingReader, feed_ring
 from mps_trainer.transport.segment import Segment
 from mps_trainer.transport.semaphores import WakeUp
 
@@ -79,7 +79,7 @@ class AttachedChannel:
 
     def ready_since(self) -> int | None:
         """When the oldest ready record was sent (CLOCK_MONOTONIC, ns), as a hint; None when there is none."""
-        found = self.reader.ring.oldest_ready()
+        found = self.reader.peek()
         if found is None:
             return None
         at = self.reader.ring.offset(found[0]) + SENT_NS_OFFSET
@@ -105,10 +105,8 @@ class AttachedChannel:
     def free(self, slot: int) -> None:
         """See `Lessor.free`."""
         self.counters.released += 1
-        if self.reader.release(slot):
-            self._space.post()
-        else:
-            self._to_free.append(slot)
+        self._to_free.append(slot)
+        self._free_pending()
         self._mirror.store()
 
     def linger(self, slot: int) -> None:
@@ -129,12 +127,8 @@ class AttachedChannel:
         while self._retired:
             self.counters.lingering -= 1
             self.free(self._retired.popleft())
-        for _ in range(len(self._to_free)):
-            slot = self._to_free.popleft()
-            if self.reader.release(slot):
-                self._space.post()
-            else:
-                self._to_free.append(slot)
+        if self._to_free:
+            self._free_pending()
 
     def close(self, *, remove: bool, status: int = layout.STATUS_DETACHED) -> bool:
         """Detach, and remove the segment if asked to and nobody else uses it; True when it is gone."""
@@ -144,6 +138,15 @@ class AttachedChannel:
         self._space.close()
         self._reply_wake.close()
         return gone
+
+    def _free_pending(self) -> None:
+        for _ in range(len(self._to_free)):
+            slot = self._to_free.popleft()
+            released = self.reader.release(slot)
+            if released is Released.STUCK:
+                self._to_free.append(slot)
+            elif released is Released.WAKE:
+                self._space.post()
 
     def _lend(self, slot: int, seq: int) -> Delivery:
         ring = self.reader.ring

@@ -108,7 +108,7 @@ class OperatorChannel:
         except BaseException:
             bell.close(unlink_if_alone=True)
             raise
-        bell.ring_anyway()
+        bell.post()
         return channel
 
     def __enter__(self) -> OperatorChannel:
@@ -194,13 +194,14 @@ class OperatorChannel:
             self.segment.remove()
             self.segment.locks.close()
             # Rung after the lock has dropped: the sidecar that wakes finds this operator gone.
-            self._bell.ring_anyway()
+            self._bell.post()
             self._space.close()
             self._bell.close(unlink_if_alone=True)
 
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError(f"channel {self.name} is closed", "create a new channel")
+        self.segment.locks.check_open()
         if self._status[0] == layout.STATUS_REFUSED:
             raise TransportError(f"the sidecar refused {self.name}: {self._refusal()}", "start both from one config")
 
@@ -218,6 +219,7 @@ class OperatorChannel:
             victim = self._writer.evict(below=first_seq)
             if victim is not None:
                 rows = self._rows_in_slot[victim[0]]
+                self._bell.consume()
                 self.counters.dropped_oldest += 1
                 self.counters.rows_dropped_oldest += rows
                 self._inbox.abandon(self._request_in_slot[victim[0]])
@@ -275,6 +277,7 @@ class OperatorChannel:
         self._request_in_slot[slot] = request_id
         if not self._writer.commit(slot, seq):
             return 0
+        self._space.consume()
         self._post_bell()
         return message.nbytes
 

@@ -90,23 +90,22 @@ class SidecarHub:
         deadline = time.monotonic() + timeout_s
         while not self._woken:
             self._tidy()
-            if any(c.reader.ring.oldest_ready() for c in self._channels.values()):
-                return True
-            self.find_new()
-            # The last look before sleeping is made under the rings' mutexes: see WakeUp.post.
-            if any([c.reader.any_ready() for c in self._channels.values()]):  # all of them, no shortcut
+            if any(c.reader.peek() for c in self._channels.values()):
                 return True
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
+            rung = self._bell.wait(max(0.0, remaining_s))
+            if rung or time.monotonic() >= self._next_look:
+                # Rung for a record, or by a new operator.
+                self.find_new()
+            elif remaining_s <= 0:
                 break
-            self._bell.wait(min(remaining_s, SLICE_S))
         self._woken = False
         return False
 
     def wake(self) -> None:
         """Make a running or the next `wait` return; may be called from a signal handler or another thread."""
         self._woken = True
-        self._bell.ring_anyway()
+        self._bell.post()
 
     def receive(self) -> Delivery | None:
         """Lease the oldest ready record of all channels, None when there is none.
@@ -124,6 +123,7 @@ class SidecarHub:
             if since is not None and since < oldest:
                 best, oldest = channel, since
         if best is not None:
+            self._bell.consume()
             return best.receive()
         for channel in self._channels.values():
             if channel.counters.lingering == channel.reader.ring.num_slots:

@@ -8,10 +8,16 @@ Open-file-description (OFD) byte-range locks belong to an open file, not to a pr
 
 They do not exclude two threads that share the descriptor; `ByteMutex` adds a thread lock for that.
 
-Memory order. A lock and an unlock of the same byte both go through one kernel spinlock of the inode
-(`flc_lock`): its release at the unlock happens before its acquisition by the next holder. What a process stored
-before it unlocked is thus visible to the process that locks next, on x86-64 and on aarch64. Every change of a slot's
-state happens under such a lock, so no argument here rests on the stronger order of x86.
+Memory order, as everything in this package relies on it:
+
+* A lock and an unlock of the same byte both go through one kernel spinlock of the inode (`flc_lock`): its release at
+  the unlock happens before its acquisition by the next holder. What a process stored before it unlocked is thus
+  visible to the process that locks next, on x86-64 and on aarch64.
+* x86-64 besides keeps loads in order and stores in order, for all observers (total store order): a reader that sees a
+  word sees all that was stored before it, and a slot is seen free only after its reader's loads. (memcpy's streaming
+  stores are the exception, and glibc ends them with a store fence.) There, a section that is entered for order alone
+  and not for exclusion needs no lock: `TOTAL_STORE_ORDER`. Elsewhere, aarch64 first of all, it takes the lock.
+* A successful wait of a POSIX semaphore synchronises with the posts before it (POSIX, "memory synchronization").
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import platform
 import struct
 import threading
 import time
@@ -28,7 +35,9 @@ from mps_trainer.errors import TransportError
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid (must be 0 for OFD locks).
 _FLOCK = struct.Struct("hhqqi4x")
 _GETLK, _SETLK = fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK
-_SPINS = 20
+TOTAL_STORE_ORDER = platform.machine() == "x86_64"
+#: Tries before the first pause: a section under the mutex lasts about two of them.
+_TRIES = 20
 
 
 def _request(kind: int, offset: int) -> bytes:
@@ -45,15 +54,15 @@ class LockFile:
 
     def try_lock(self, offset: int, *, shared: bool = False) -> bool:
         """Lock one byte if nobody else holds it. Taking a lock again, or changing its kind, is allowed."""
-        return self._set(_request(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, offset))
+        return self.lock_by(_request(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, offset))
 
     def unlock(self, offset: int) -> None:
         """Drop the lock on one byte; without effect when it is not held."""
-        self._set(_request(fcntl.F_UNLCK, offset))
+        self.lock_by(_request(fcntl.F_UNLCK, offset))
 
     def held_elsewhere(self, offset: int) -> bool:
         """Whether another open file holds a lock on the byte. Locks of this object do not count."""
-        reply = fcntl.fcntl(self._checked(), _GETLK, _request(fcntl.F_WRLCK, offset))
+        reply = fcntl.fcntl(self.check_open(), _GETLK, _request(fcntl.F_WRLCK, offset))
         return bool(_FLOCK.unpack(reply)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
@@ -64,14 +73,16 @@ class LockFile:
         if fd >= 0:
             os.close(fd)
 
-    def _set(self, request: bytes) -> bool:
+    def lock_by(self, request: bytes) -> bool:
+        """Carry out a prepared request; False when somebody else holds the byte."""
         try:
-            fcntl.fcntl(self._checked(), _SETLK, request)
+            fcntl.fcntl(self.check_open(), _SETLK, request)
         except (BlockingIOError, PermissionError):
             return False
         return True
 
-    def _checked(self) -> int:
+    def check_open(self) -> int:
+        """The descriptor. Raises TransportError when it is closed here."""
         if self.fd < 0:
             raise TransportError(
                 "this channel is closed, or belongs to the process that this one was forked from",
@@ -96,18 +107,19 @@ class ByteMutex:
 
     def acquire(self) -> bool:
         """Take the mutex within the time limit; False when its holder kept it, which is counted in `timeouts`."""
-        if not self._thread.acquire(timeout=self._timeout_s):
+        if not self._thread.acquire(False) and not self._thread.acquire(timeout=self._timeout_s):
             self.timeouts += 1
             return False
-        fd, request = self._file.fd, self._lock
-        if fd < 0:
+        try:
+            fcntl.fcntl(self._file.fd, _SETLK, self._lock)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError):
+            # A closed descriptor: ValueError for the -1 that `close` left.
             self._thread.release()
-            self._file._checked()
-        for _ in range(_SPINS):
-            try:
-                fcntl.fcntl(fd, _SETLK, request)
-            except BlockingIOError:
-                continue
+            self._file.check_open()
+            raise
+        else:
             return True
         if self._acquire_slowly():
             return True
@@ -124,11 +136,13 @@ class ByteMutex:
 
     def _acquire_slowly(self) -> bool:
         # Try and pause, not F_OFD_SETLKW: that has no time limit, and a stopped holder would hang its peer for good.
+        if any(self._file.lock_by(self._lock) for _ in range(_TRIES)):
+            return True
         deadline = time.monotonic() + self._timeout_s
         delay_s = 50e-6
         while time.monotonic() < deadline:
             self._file.closing.wait(delay_s)
-            if self._file._set(self._lock):
+            if self._file.lock_by(self._lock):
                 return True
             delay_s = min(2 * delay_s, 1e-3)
         return False

@@ -139,9 +139,6 @@ class ReplyInbox:
         if self._sleeper:
             self._changed.wait(timeout_s)
             return
-        # The last look before sleeping is made under the ring's mutex: see WakeUp.post.
-        if self._reader.any_ready():
-            return
         self._sleeper = True
         self._changed.release()
         try:
@@ -152,10 +149,13 @@ class ReplyInbox:
             self._changed.notify_all()
 
     def _sort_arrivals(self) -> None:
-        while self._reader.ring.oldest_ready() is not None:
+        while self._reader.peek() is not None:
             claimed = self._reader.claim()
             if claimed is None:
                 return
+            if not self._sleeper:
+                # With a sleeper the post stays and wakes it: what it waits for may be what we sort now.
+                self._wake.consume()
             slot, seq = claimed
             try:
                 header, values = self._read(slot, seq)
@@ -213,6 +213,7 @@ class ReplyOutbox:
         with self._sending:
             slot = self._writer.reserve()
             if slot is None and self._writer.evict(below=2**62) is not None:
+                self._wake.consume()
                 self._counters.replies_dropped += 1
                 slot = self._writer.reserve()
             if slot is None or message.nbytes > self._writer.ring.capacity:

@@ -1,13 +1,16 @@
 """A ring of slots between one writer and one reader: the protocol, and nothing of what the bytes mean.
 
-One 8-byte word per slot says all there is: `seq << 2 | state`. Every transition is one aligned store of that
-word under the ring's `ByteMutex`; payload and record header are written before and read after it, outside the mutex.
+One 8-byte word per slot says all there is: `seq << 2 | state`. Every transition is one aligned store of that word.
+Payload and record header are written before and read after it, outside any lock.
 
     writer   FREE ----commit----> READY                     (payload and header are complete before)
     writer   READY ---evict-----> FREE                      (policy drop_oldest)
     reader   READY ---claim-----> READING                   (lowest seq first)
     reader   READING -release---> FREE                      (acknowledged)
     reader   READING -recover---> READY                     (a new reader, after the old one's life lock dropped)
+
+Claim and evict exclude each other by the ring's `ByteMutex`, as they may want the same record. Commit, release, and
+claim where nothing evicts touch a slot that nobody else may touch, so they need memory order only (see `locks`).
 
 What a SIGKILL leaves, at any instruction: before the store the old state, after it the new one. A writer that dies
 before its commit leaves a FREE slot; a reader that dies before its release leaves READING, which its successor
@@ -19,7 +22,9 @@ Slots are reused lowest index first, which keeps the working set in the cache; o
 
 from __future__ import annotations
 
-from mps_trainer.transport import layout
+import enum
+
+from mps_trainer.transport import layout, locks
 from mps_trainer.transport.layout import RECORD_HEADER_BYTES
 from mps_trainer.transport.locks import ByteMutex
 from mps_trainer.transport.segment import Segment
@@ -28,31 +33,58 @@ FREE, READY, READING = 0, 1, 2
 _STATE = 3
 
 
+class Released(enum.Enum):
+    """What became of a release."""
+
+    STUCK, QUIETLY, WAKE = range(3)
+
+
 class Ring:
     """What writer and reader share: the words, the places of the slots, the mutex."""
 
     def __init__(
         self, segment: Segment, *, states: int, first_slot: int, num_slots: int, stride: int, slot_bytes: int,
-        lock: int,
+        lock: int, evicts: bool,
     ) -> None:  # fmt: skip
         self.num_slots = num_slots
         self.capacity = slot_bytes - RECORD_HEADER_BYTES
         self.words = segment.words(states, num_slots)
         self._first = first_slot
         self._stride = stride
+        self.evicts = evicts
+        self._locks = segment.locks
         self.mutex = ByteMutex(segment.locks, lock)
 
     def offset(self, slot: int) -> int:
         """Where slot `slot` begins in the segment: its record header, then its payload."""
         return self._first + slot * self._stride
 
-    def oldest_ready(self, below: int = 2**62) -> tuple[int, int] | None:
-        """(slot, seq) of the READY record with the lowest seq under `below`. Without the mutex only a hint."""
+    def oldest_ready(self, below: int = 2**62, likely: int = 0) -> tuple[int, int] | None:
+        """(slot, seq) of the READY record with the lowest seq under `below`. Without the mutex only a hint.
+
+        `likely` is the seq after the last one that was read: nothing older can be READY, so it is looked for first.
+        """
+        words = self.words.tolist()
+        if (word := likely << 2 | READY) in words:
+            return words.index(word), likely
         best, found = below, -1
-        for slot, word in enumerate(self.words.tolist()):
+        for slot, word in enumerate(words):
             if word & _STATE == READY and word >> 2 < best:
                 best, found = word >> 2, slot
         return (found, best) if found >= 0 else None
+
+    def enter_order(self) -> bool:
+        """Begin a section that needs memory order but no exclusion. False when the other side is stuck in the mutex.
+
+        Raises TransportError when the segment is closed, or in a forked child: a second writer would ruin the ring.
+        """
+        self._locks.check_open()
+        return locks.TOTAL_STORE_ORDER or self.mutex.acquire()
+
+    def leave_order(self) -> None:
+        """End a section begun by `enter_order`."""
+        if not locks.TOTAL_STORE_ORDER:
+            self.mutex.release()
 
     def count(self, state: int) -> int:
         """How many slots are in `state`, as a snapshot."""
@@ -71,24 +103,24 @@ class RingWriter:
         """The lowest FREE slot, or None when there is none or the reader is stuck in the mutex."""
         if self._known_free is not None:
             return self._known_free
-        if not self.ring.mutex.acquire():
+        if not self.ring.enter_order():
             return None
         try:
             self._find_free()
         finally:
-            self.ring.mutex.release()
+            self.ring.leave_order()
         return self._known_free
 
     def commit(self, slot: int, seq: int) -> bool:
         """Make the slot READY; its header and payload are complete. False when the reader is stuck in the mutex."""
-        if not self.ring.mutex.acquire():
+        if not self.ring.enter_order():
             return False
         try:
             self.ring.words[slot] = seq << 2 | READY
-            # A slot seen FREE under the mutex stays FREE, as only we change that: the next reserve needs no lock.
+            # A slot seen FREE stays FREE, as only we change that: the next reserve need not look.
             self._find_free()
         finally:
-            self.ring.mutex.release()
+            self.ring.leave_order()
         self.next_seq = seq + 1
         return True
 
@@ -107,7 +139,7 @@ class RingWriter:
 
     def _find_free(self) -> None:
         words = self.ring.words.tolist()
-        self._known_free = next((slot for slot, word in enumerate(words) if word & _STATE == FREE), None)
+        self._known_free = words.index(FREE) if FREE in words else None
 
 
 class RingReader:
@@ -115,37 +147,46 @@ class RingReader:
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
+        self._likely = 0
+
+    def peek(self) -> tuple[int, int] | None:
+        """(slot, seq) of the oldest READY record as a hint, or None."""
+        return self.ring.oldest_ready(likely=self._likely)
 
     def claim(self) -> tuple[int, int] | None:
         """Take the oldest READY record: (slot, seq). None when there is none or the writer is stuck in the mutex."""
-        if not self.ring.mutex.acquire():
+        ring = self.ring
+        if not (ring.mutex.acquire() if ring.evicts else ring.enter_order()):
             return None
         try:
-            found = self.ring.oldest_ready()
+            found = ring.oldest_ready(likely=self._likely)
             if found is not None:
-                self.ring.words[found[0]] = found[1] << 2 | READING
+                ring.words[found[0]] = found[1] << 2 | READING
+                self._likely = found[1] + 1
         finally:
-            self.ring.mutex.release()
+            if ring.evicts:
+                ring.mutex.release()
+            else:
+                ring.leave_order()
         return found
 
-    def release(self, slot: int) -> bool:
-        """Give the slot back: its record is acknowledged. False when the writer is stuck in the mutex; try again."""
-        if not self.ring.mutex.acquire():
-            return False
-        try:
-            self.ring.words[slot] = FREE
-        finally:
-            self.ring.mutex.release()
-        return True
+    def release(self, slot: int) -> Released:
+        """Give the slot back: its record is acknowledged. STUCK when the writer is stuck in the mutex; try again.
 
-    def any_ready(self) -> bool:
-        """Whether a record is READY, looked up under the mutex: the last look before sleeping."""
-        if not self.ring.mutex.acquire():
-            return False
+        WAKE when a waiting writer should be woken. In a ring of many slots that is not at every slot: a writer and a
+        reader that wake each other for every small record spend their time in the scheduler.
+        """
+        ring = self.ring
+        if not ring.enter_order():
+            return Released.STUCK
         try:
-            return self.ring.oldest_ready() is not None
+            ring.words[slot] = FREE
+            words = ring.words.tolist()
         finally:
-            self.ring.mutex.release()
+            ring.leave_order()
+        if 4 * words.count(FREE) >= ring.num_slots or (self._likely << 2 | READY) not in words:
+            return Released.WAKE
+        return Released.QUIETLY
 
     def recover(self) -> int:
         """Turn what a dead reader left READING back to READY, and words that mean nothing to FREE. Returns how many.
@@ -159,7 +200,7 @@ class RingReader:
             for slot, word in enumerate(self.ring.words.tolist()):
                 if word & _STATE == READING:
                     self.ring.words[slot] = word >> 2 << 2 | READY
-                elif word & _STATE == _STATE or (word & _STATE == FREE and word):
+                elif word & _STATE != READY and word:
                     self.ring.words[slot] = FREE
                 else:
                     continue
@@ -174,7 +215,7 @@ def feed_ring(segment: Segment) -> Ring:
     h = segment.header
     return Ring(
         segment, states=layout.FEED_STATES, first_slot=h.header_bytes, num_slots=h.settings.num_slots,
-        stride=h.feed_stride, slot_bytes=h.settings.slot_bytes, lock=layout.LOCK_FEED,
+        stride=h.feed_stride, slot_bytes=h.settings.slot_bytes, lock=layout.LOCK_FEED, evicts=h.policy == "drop_oldest",
     )  # fmt: skip
 
 
@@ -183,5 +224,5 @@ def reply_ring(segment: Segment) -> Ring:
     h = segment.header
     return Ring(
         segment, states=layout.REPLY_STATES, first_slot=h.reply_offset, num_slots=h.settings.reply_slots,
-        stride=h.reply_stride, slot_bytes=h.settings.reply_slot_bytes, lock=layout.LOCK_REPLY,
+        stride=h.reply_stride, slot_bytes=h.settings.reply_slot_bytes, lock=layout.LOCK_REPLY, evicts=True,
     )  # fmt: skip

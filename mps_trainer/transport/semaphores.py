@@ -1,11 +1,14 @@
 """Named POSIX semaphores as wake-up calls. They are never a lock and never the truth.
 
-Who is woken looks at the state words and decides; who is not woken looks by itself after at most `SLICE_S`. So a
-count that a killed process left wrong costs at most one look too many, or one slice of waiting.
+One post for every record that is committed, one taken back for every record that is claimed or evicted without waiting:
+so the count stays near the number of records, however long nobody sleeps. A reader looks at the state words after
+every wait and before the next one, so a record that its last look missed has a post that is still pending, and no
+wake-up is lost. A count that a killed process left wrong costs one look too many, or a wait of at most `SLICE_S`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -25,14 +28,14 @@ class _Semaphore:
     _sem: posix_ipc.Semaphore
 
     def post(self) -> None:
-        """Wake the other side unless a wake-up is already pending.
+        """Wake the other side, now or at its next wait."""
+        self._sem.release()
 
-        Post-if-zero keeps the count small however long nobody waits. It loses no wake-up, because both the change and
-        the waiter's last look before sleeping are made under the same `ByteMutex`: a waiter whose look came
-        before the change had emptied the semaphore before it, so we see zero here and post.
-        """
-        if self._sem.value == 0:
-            self._sem.release()
+    def consume(self) -> None:
+        """Take back one post, if there is one: what it announced has been taken without waiting for it."""
+        if self._sem.value:
+            with contextlib.suppress(posix_ipc.BusyError):
+                self._sem.acquire(0)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until posted, at most `timeout_s` and at most `SLICE_S`. False when the time is over."""
@@ -113,10 +116,6 @@ class Doorbell(_Semaphore):
     def removed(self) -> bool:
         """Whether the name is gone (a clean-up by hand, systemd's RemoveIPC): nobody new can find this bell."""
         return os.fstat(self._file.fd).st_nlink == 0
-
-    def ring_anyway(self) -> None:
-        """Wake the sidecar in any case."""
-        self._sem.release()
 
     def close(self, *, unlink_if_alone: bool = False) -> None:
         """Close it, and remove it when nobody else has it open. Idempotent."""

@@ -1,6 +1,7 @@
 """Rows, columns, and child processes that play one end of a channel."""
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -68,6 +69,11 @@ def pair(run_id, settings=SMALL, **options):
             hub.close(unlink=True)
 
 
+def die_with_parent():
+    """A test that is killed leaves no child behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Child:
     """A forked process that runs `body(report)`; `report(text)` sends a line to its parent."""
 
@@ -75,6 +81,7 @@ class Child:
         read_end, write_end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
+            die_with_parent()
             code = 1
             try:
                 os.close(read_end)

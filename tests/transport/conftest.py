@@ -5,7 +5,7 @@ import secrets
 
 import pytest
 
-from mps_trainer.transport import leftovers
+from mps_trainer.transport import leftovers, locks
 from mps_trainer.transport.sweep import remove_run
 
 
@@ -16,3 +16,10 @@ def run_id():
     left = leftovers(name)
     remove_run(name)
     assert left == []
+
+
+@pytest.fixture(params=["total store order", "locks"])
+def memory_order(request, monkeypatch):
+    """Run a test as on x86-64 and as on aarch64, where more sections take the lock."""
+    monkeypatch.setattr(locks, "TOTAL_STORE_ORDER", request.param != "locks")
+    return request.param

@@ -13,6 +13,8 @@ from mps_trainer.columns import Column
 from mps_trainer.errors import ConfigError, ExperienceError, TransportError
 from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers
 
+pytestmark = pytest.mark.usefixtures("memory_order")
+
 
 def send(channel, request_id, n=3, want_scores=False):
     rows = make_rows(n, request_id)

@@ -16,7 +16,7 @@ from scenarios import (
 )
 from step_killer import Stepper
 
-from mps_trainer.transport import OperatorChannel
+from mps_trainer.transport import OperatorChannel, locks
 from mps_trainer.transport.semaphores import Doorbell
 
 
@@ -57,8 +57,11 @@ def both_trial(run_id, stop_at, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trial", [writer_trial, reader_trial, both_trial])
-def test_a_kill_at_any_line_loses_nothing_and_tears_nothing(run_id, trial):
+@pytest.mark.parametrize(
+    ("trial", "ordered"), [(writer_trial, True), (writer_trial, False), (reader_trial, True), (both_trial, False)]
+)
+def test_a_kill_at_any_line_loses_nothing_and_tears_nothing(run_id, monkeypatch, trial, ordered):
+    monkeypatch.setattr(locks, "TOTAL_STORE_ORDER", ordered)
     # A living member of the run: what the dead leave is then nobody else's to sweep.
     member = Doorbell(run_id)
     said = []
