@@ -117,7 +117,7 @@ def both_act(run_id, stepper, report):
         channel = OperatorChannel.create(run_id, COLUMNS, TINY)
         hub = SidecarHub(run_id, COLUMNS)
         rows = make_rows(8, 5, mean_tokens=100)
-        assert channel.send(rows, request_id=5, want_scores=True).parts == 2
+        assert channel.send(rows, request_id=5, want_scores=True).parts > 1
         while hub.wait(0.0):
             with hub.receive() as delivery:
                 delivery.reply(delivery.batch["reward"].values.copy(), 1)
