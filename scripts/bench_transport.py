@@ -172,21 +172,23 @@ class Memcpy:
 
 
 def throughput_rows(peers, arrays, rounds, per_round):
+    """Links take turns, so that a drift of the machine hits all of them; the services follow, with their daemons."""
     memcpy, rows = Memcpy(arrays[0].nbytes), {}
     gigabytes = per_round * arrays[0].nbytes / 1e9
-    for name, kind in peers.items():
-        peer = open_peer(kind, name, arrays[0].nbytes)
-        if peer is None:
-            continue
-        peer.throughput(arrays, per_round)
-        samples = []
-        for _ in range(rounds):
-            copy_s = memcpy.seconds(arrays, per_round)
-            took, mine, theirs = peer.throughput(arrays, per_round)
-            samples.append((gigabytes / took, copy_s / took, mine / gigabytes, theirs / gigabytes))
-        peer.close()
-        rows[name] = [list(column) for column in zip(*samples, strict=True)]
-        print(f"  {name}: {spread(rows[name][0])} GB/s, {spread(rows[name][1])} of memcpy", flush=True)
+    for group in (LinkPeer, ServicePeer):
+        opened = [open_peer(kind, name, arrays[0].nbytes) for name, kind in peers.items() if kind is group]
+        present = [peer for peer in opened if peer is not None]
+        samples = {peer.name: [] for peer in present}
+        for i in range(rounds + 1):
+            for peer in present:
+                copy_s = memcpy.seconds(arrays, per_round)
+                took, mine, theirs = peer.throughput(arrays, per_round)
+                if i:
+                    samples[peer.name].append((gigabytes / took, copy_s / took, mine / gigabytes, theirs / gigabytes))
+        for peer in present:
+            peer.close()
+            rows[peer.name] = row = [list(column) for column in zip(*samples[peer.name], strict=True)]
+            print(f"  {peer.name}: {spread(row[0])} GB/s, {spread(row[1])} of memcpy", flush=True)
     return rows
 
 
@@ -229,9 +231,8 @@ def report(results, where):
     for title in ("16 MiB of random bytes", "the batch, Arrow bytes"):
         lines += [f"## Throughput: {title}", "", "| peer | GB/s | of memcpy | writer CPU s/GB | reader CPU s/GB |"]
         lines += ["|---|---|---|---|---|"]
-        lines += [f"| {n} | {' | '.join(spread(column) for column in row)} |" for n, row in results[title].items()] + [
-            ""
-        ]
+        lines += [f"| {n} | {' | '.join(spread(column) for column in row)} |" for n, row in results[title].items()]
+        lines.append("")
     lines += ["## Latency of 1 KiB, microseconds (p50 / p99 of each round)", ""]
     lines += [
         "| peer | hot one way | hot round trip | idle one way | idle round trip | messages/s |",
@@ -282,9 +283,7 @@ def main():
     codec = Codec(COLUMNS)
     batches = [encode(codec, make_experiences(seed)) for seed in range(4)]
     shortest = min(batch.nbytes for batch in batches) // 64 * 64
-    results = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}, load {os.getloadavg()[0]:.1f} at the start"
-    }
+    results = {"machine": machine()}
     for title, arrays in (("16 MiB of random bytes", raw), ("the batch, Arrow bytes", [b[:shortest] for b in batches])):
         print(f"{title}: {arrays[0].nbytes / 1e6:.2f} MB", flush=True)
         results[title] = throughput_rows(peers, arrays, rounds, 4 if options.quick else 40)

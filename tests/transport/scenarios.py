@@ -8,7 +8,8 @@ process reported before it died.
 import contextlib
 
 import numpy as np
-from channel_peers import COLUMNS, SMALL, assert_same, make_rows
+from channel_peers import COLUMNS, SMALL, Child, assert_same, make_rows
+from step_killer import Stepper
 
 from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, sweep
 
@@ -135,3 +136,42 @@ def both_check(run_id, said):
         while hub.wait(0.0):
             hub.receive().release()
         check_usable_and_clean(run_id, hub)
+
+
+def run_until(act, run_id, stop_at, said, *, opcodes=False, repeats=1):
+    """Run `act` in a child until step `stop_at`; True when it was killed there."""
+
+    def body(report):
+        stepper = Stepper(stop_at, opcodes=opcodes, repeats=repeats)
+        act(run_id, stepper, report)
+        report(f"steps {stepper.count}")
+
+    child = Child(body)
+    status = child.wait()
+    said += child.said
+    assert status in (0, -9), said
+    return status == -9
+
+
+def reader_trial(run_id, stop_at, said, **steps):
+    with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="drop_newest") as channel:
+        for i in (1, 2, 3):
+            send(channel, i, want_scores=True)
+        killed = run_until(reader_act, run_id, stop_at, said, **steps)
+        reader_check(channel, run_id, said)
+    return killed
+
+
+def writer_trial(run_id, stop_at, said, **steps):
+    killed = run_until(writer_act, run_id, stop_at, said, **steps)
+    writer_check(run_id, said)
+    return killed
+
+
+def both_trial(run_id, stop_at, said, **steps):
+    killed = run_until(both_act, run_id, stop_at, said, **steps)
+    both_check(run_id, said)
+    return killed
+
+
+TRIALS = {"writer": writer_trial, "reader": reader_trial, "both": both_trial}
