@@ -224,7 +224,7 @@ def speed(kind: str) -> float:
     step = transformer_step() if kind == "transformer" else _workload(heavy=kind == "heavy")[1]
     for _ in range(5):
         step()
-    return measure_step_ms(step, device, repeats=50)
+    return measure_step_ms(step, device, repeats=20)
 
 
 def naive(way: str, ready: str) -> None:

@@ -138,12 +138,16 @@ def run(work: Path, limit_s: float) -> dict[str, Any]:
     }
 
 
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
 def judge(work: Path, run_dir: Path, watcher: Watcher) -> dict[str, Any]:
     console = (work / "console.log").read_text(errors="replace")
     sidecar, supervisor = ((run_dir / f"{name}.log").read_text(errors="replace") for name in ("sidecar", "supervisor"))
-    batches = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    batches = [json.loads(line) for line in _lines(run_dir / "metrics.jsonl")]
     batches = [b for b in batches if b["kind"] == "batch"]
-    operator = [json.loads(line) for line in (run_dir / "operator.jsonl").read_text().splitlines()]
+    operator = [json.loads(line) for line in _lines(run_dir / "operator.jsonl")]
     status = Status.load(run_dir)
     pid = int(re.findall(r"sidecar (\d+) is ready", supervisor)[-1])
     steady = watcher.used.get(pid, [])[10:]
@@ -197,7 +201,7 @@ def main() -> int:
         and any("proven to be an MPS client" in line for line in found["engines"])
         and found["clients seen (pid: seconds)"].get(found["sidecar pid"], 0) > 10
         and used and used[1] - used[0] < 2**20
-        and aucs[-1] > aucs[0] and sum(found["dropped by the filter, by batch"]) > 0
+        and len(aucs) > 1 and aucs[-1] > aucs[0] and sum(found["dropped by the filter, by batch"]) > 0
         and not any(found["left"].values())
     )  # fmt: skip
     if args.out:

@@ -1,0 +1,119 @@
+"""The parts of the sidecar's GPU side that decide, with tensors on the CPU and real signals. tests/gpu has the rest."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mps_trainer.errors import PlacementError
+from mps_trainer.sidecar.gpu.numerics import NumericsReport, check_step, flat_step
+from mps_trainer.sidecar.gpu.safe_end import SafeEnd
+from mps_trainer.sidecar.gpu.shared import SharedGpu
+
+CPU = torch.device("cpu")
+LOOP = """
+import sys, time, torch
+from mps_trainer.sidecar.gpu.safe_end import SafeEnd
+asked = []
+on_signal = (lambda: asked.append(1)) if sys.argv[1] == "flag" else None
+class Told(SafeEnd):
+    def synchronise(self):
+        print("synchronised", flush=True)
+with Told(torch.device("cpu"), on_signal=on_signal):
+    print("up", flush=True)
+    if sys.argv[1] == "raise":
+        raise ValueError("a bug")
+    if sys.argv[1] == "exit":
+        sys.exit(7)
+    while not asked and sys.argv[1] != "return":
+        time.sleep(0.01)
+print("after", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "status", "after"),
+    [
+        ("return", 0, 0, True),
+        ("raise", 0, 1, False),
+        ("exit", 0, 7, False),
+        ("flag", signal.SIGTERM, 0, True),
+        ("flag", signal.SIGINT, 0, True),
+        ("signal", signal.SIGTERM, 143, False),
+        ("signal", signal.SIGINT, 130, False),
+    ],
+)
+def test_every_way_out_synchronises(how, number, status, after):
+    child = subprocess.Popen(
+        [sys.executable, "-c", LOOP, how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert child.stdout.readline() == "up\n"
+    if number:
+        child.send_signal(number)
+    with child.stdout:
+        said = child.stdout.read()
+    child.wait(30)
+    assert "synchronised" in said
+    assert ("after" in said) is after
+    assert child.returncode == status
+
+
+def test_handlers_are_put_back_and_can_be_left_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    with SafeEnd(CPU, on_signal=lambda: None):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    with SafeEnd(CPU, signals=False):
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_wrong_products_are_refused_with_the_shares_that_are_right():
+    report = NumericsReport(cases=46, wrong=["bf16 64x512x256: 6.2 % of the output is not finite"], multiprocessors=26)
+    with pytest.raises(PlacementError, match=r"with 20 % of the SMs \(26\) 1 of 46 products are wrong") as caught:
+        report.require_right(20)
+    assert "23 to 27" in caught.value.todo
+    NumericsReport(cases=46).require_right(100)
+
+
+def step(device: torch.device, spoil: float = 0.0) -> torch.Tensor:
+    torch.manual_seed(3)
+    model = nn.Linear(8, 1).to(device)
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(4)).to(device)
+    flat = flat_step(model, model(x).square().mean())
+    flat[2] += spoil
+    return flat
+
+
+def test_a_step_that_agrees_with_float32_is_right_and_one_that_does_not_is_named():
+    assert step(CPU).shape == (1 + 9,)
+    assert check_step("the task's step", step, CPU) == ""
+    calls = []
+
+    def different(device):
+        calls.append(device)
+        return step(device, spoil=float("nan") if len(calls) == 1 else 0.0)
+
+    assert "not finite" in check_step("the task's step", different, CPU)
+    calls.clear()
+    assert "relative error" in check_step("s", lambda d: calls.append(d) or step(d, 0.5 * (len(calls) == 1)), CPU)
+
+
+def test_the_oom_killer_is_asked_to_look_elsewhere_or_the_refusal_is_said():
+    code = (
+        "from mps_trainer.sidecar.gpu.safe_end import shield_from_oom_killer as s\n"
+        "print(s(-500), open('/proc/self/oom_score_adj').read().strip())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said in ("True -500\n", f"False {Path('/proc/self/oom_score_adj').read_text().strip()}\n")
+
+
+def test_without_a_placement_the_sidecar_claims_nothing(state):
+    before = dict(os.environ)
+    with pytest.raises(PlacementError, match="no placement"):
+        SharedGpu("abcd1234")
+    assert dict(os.environ) == before
