@@ -31,7 +31,7 @@ MpsMode = Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_bool_to_
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class FilterSettings(_Section):
@@ -75,7 +75,9 @@ class Settings(_Section):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda:\d+)$", description="auto, cuda:<n> or cpu")
     mps: MpsMode = Field("auto", description="share the rollout GPU through CUDA MPS")
     join: Literal["plugin", "env"] = Field("plugin", description="how a vLLM engine becomes an MPS client")
-    memory: Size | None = Field(None, description="the sidecar's memory reservation, such as 8GiB")
+    memory: Size | None = Field(
+        None, description="the sidecar's memory reservation, such as 8GiB; on the CPU a wish, not a limit"
+    )
     memory_fraction: float | None = Field(None, gt=0, lt=1, description="the same as a share of the device")
 
     batch_size: int = Field(256, ge=1, description="experiences in one training step")
@@ -107,6 +109,8 @@ class Settings(_Section):
     idle_timeout: Duration = Field(600.0, gt=0, description="the sidecar ends this long after its last operator")
     max_restarts: int = Field(5, ge=0, description="restarts of a killed sidecar before giving up")
     run_file: str | None = Field(None, description="set by the launcher in the derived config; not by you")
+    run_host: str | None = Field(None, description="set by the launcher in the derived config; not by you")
+    run_host: str | None = Field(None, description="set by the launcher in the derived config; not by you")
 
     @model_validator(mode="after")
     def _one_memory_wish(self) -> Settings:

@@ -46,6 +46,7 @@ class AuxTrainer(ExperienceOperatorV1):
         self._thread: ThreadPoolExecutor | None = None
         self._num_batches = 0
         self._num_errors = 0
+        self._num_log_errors = 0
 
     async def prepare(self) -> None:
         """Join the run. A run that is not there is no error yet: it is looked for again with every batch."""
@@ -55,11 +56,11 @@ class AuxTrainer(ExperienceOperatorV1):
         try:
             self._feeder = await self._in_thread(Feeder, self._settings, _ray_namespace())
             await self._in_thread(self._feeder.connect)
-        except MpsTrainerError as error:
+        except Exception as error:  # whatever is wrong here must not end the run before its first step
             if self._settings.on_error == "raise":
                 raise
             self._num_errors += 1
-            logger.warning("mps_trainer: %s", error)
+            logger.warning("mps_trainer: %s", error, exc_info=not isinstance(error, MpsTrainerError))
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
         """Feed the batch; with `use: filter` or `use: reward` wait for its scores and apply them.
@@ -76,18 +77,20 @@ class AuxTrainer(ExperienceOperatorV1):
         try:
             exchange = await self._in_thread(self._exchange, self._feeder, exps)
             kept, metrics = self._apply(exps, exchange)
-            await self._in_thread(self._write_log, self._feeder, exps, kept, exchange, metrics)
         except Exception as error:  # the rollout comes first: no fault of ours may lose a batch
             if self._settings.on_error == "raise":
                 raise
             self._num_errors += 1
             logger.warning("mps_trainer: a batch passes on unused: %s", error, exc_info=self._num_errors == 1)
             kept, metrics = exps, {}
+        else:
+            await self._in_thread(self._write_log, self._feeder, exps, kept, exchange, metrics)
         metrics |= {
             "enabled": 1,
             "seen": len(exps),
             "kept": len(kept),
             "errors_total": self._num_errors,
+            "log_errors_total": self._num_log_errors,
             "process_ms": (time.monotonic() - begin) * 1e3,
         }
         return kept, {f"aux_trainer/{key}": value for key, value in metrics.items()}
@@ -131,7 +134,10 @@ class AuxTrainer(ExperienceOperatorV1):
     def _write_log(
         self, feeder: Feeder, exps: list[Experience], kept: list[Experience], exchange: Exchange, metrics: Metrics
     ) -> None:
-        """Append what happened to `operator.jsonl` in the run folder, with every dropped experience and why."""
+        """Append what happened to `operator.jsonl` in the run folder, with every dropped experience and why.
+
+        A log that cannot be written (a full disk) is counted and changes nothing else.
+        """
         if feeder.run_dir is None:
             return
         kept_ids = {id(exp) for exp in kept}
@@ -141,15 +147,20 @@ class AuxTrainer(ExperienceOperatorV1):
                 "eid": exp.eid.uid,
                 "score": float(score),
                 "why": f"{self._settings.filter.drop} {self._settings.filter.value:g}: score >= {limit:.4f}",
-                "reward": exp.reward,
+                "reward": None if exp.reward is None else float(exp.reward),
                 "info": {k: v for k, v in exp.info.items() if isinstance(v, (int, float))},
             }
             for exp, score in zip(exps, exchange.scores.tolist(), strict=True)
             if id(exp) not in kept_ids
         ]
         line = {"t": time.time(), "batch": self._num_batches, "seen": len(exps), "dropped": dropped, **metrics}
-        with (feeder.run_dir / "operator.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with (feeder.run_dir / "operator.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self._num_log_errors += 1
+            if self._num_log_errors == 1:
+                logger.warning("mps_trainer: operator.jsonl cannot be written: %s", error)
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         assert self._thread is not None

@@ -11,6 +11,7 @@ and "group.reward_mean" (a group is the experiences of one task, `eid.tid`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -78,16 +79,19 @@ class Extractor:
     ) -> dict[str, Any] | None:
         row: dict[str, Any] = {}
         column = self._columns[0]
+        num_cut = 0
         try:
             for column, read in self._readers:
                 row[column.name], was_cut = _convert(column, read(experience), experience)
-                out.cut += was_cut
+                num_cut += was_cut
             for column in self._batch_columns:
                 row[column.name], _ = _convert(column, batch_values[column.name][position], experience)
-        except ExperienceError as error:
+        except (ExperienceError, TypeError, ValueError, AttributeError) as error:
+            problem = error if isinstance(error, ExperienceError) else _unreadable(column, experience, error)
             out.problems[column.name] = out.problems.get(column.name, 0) + 1
-            out.first_problem = out.first_problem or str(error)
+            out.first_problem = out.first_problem or str(problem)
             return None
+        out.cut += num_cut
         return row
 
 
@@ -118,8 +122,14 @@ def _convert(column: Column, value: Any, experience: ExperienceLike) -> tuple[An
         kept = encoded[: column.maximum].decode(errors="ignore")
         return kept, int(len(encoded) > (column.maximum or 0))
     if column.kind == "scalar":
-        return float(value) if column.dtype.startswith("float") else int(value), 0
+        number = float(value) if column.dtype.startswith("float") else int(value)
+        if not math.isfinite(number):
+            raise _not_finite(column, experience)
+        return number, 0
     array = np.ascontiguousarray(to_numpy(value), dtype=column.dtype).reshape(-1)
+    # One NaN would make the loss NaN and end the sidecar: such an experience is better left out.
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise _not_finite(column, experience)
     if column.kind == "vector":
         if len(array) != column.width:
             raise ExperienceError(
@@ -130,6 +140,21 @@ def _convert(column: Column, value: Any, experience: ExperienceLike) -> tuple[An
         return array, 0
     maximum = column.maximum or 0
     return array[:maximum], int(len(array) > maximum)
+
+
+def _not_finite(column: Column, experience: ExperienceLike) -> ExperienceError:
+    return ExperienceError(
+        f"column {column.name!r} ({column.source}) of experience {experience.eid.uid} holds NaN or infinity",
+        "correct what your workflow stores there; experiences with such values are not fed",
+    )
+
+
+def _unreadable(column: Column, experience: ExperienceLike, error: Exception) -> ExperienceError:
+    return ExperienceError(
+        f"column {column.name!r} cannot be read from {column.source} of experience {experience.eid.uid} as "
+        f"{column.dtype}{list(column.shape) or ''}: {type(error).__name__}: {error}",
+        "correct the source or the dtype of the task's column, or what your workflow stores there",
+    )
 
 
 def to_numpy(value: Any) -> Array:

@@ -66,18 +66,16 @@ class Feeder:
         self._said: set[str] = set()
         self._wrong_host = False
         self.run_dir: Path | None = None
-        self.connect_error = ""
 
     def exchange(self, experiences: Sequence[ExperienceLike], *, want_scores: bool) -> Exchange:
         """Feed a batch and wait for its scores if they are wanted."""
         out = Exchange(np.full(len(experiences), np.nan, dtype=np.float32))
         extracted = self._extract(experiences)
         self._tell_problems(extracted, out)
-        channel = self._connected()
+        channel = self._connected(out)
         out.metrics |= {"connected": int(channel is not None), "wrong_host": int(self._wrong_host)}
         if channel is None:
             return out
-        self._look_at_sidecar(out)
         if extracted.fed:
             self._send(channel, extracted, out, want_scores)
         return out
@@ -90,13 +88,11 @@ class Feeder:
 
     def connect(self) -> None:
         """Join the run; RunError or PlacementError says why not."""
+        # The run file of another host is not here to be read, so the derived config carries the host as well.
+        if self._settings.run_host:
+            self._check_host(*self._settings.run_host.rsplit(maxsplit=1))
         paths, record = self._find_run()
-        self._wrong_host = record.boot_id != boot_id()
-        if self._wrong_host:
-            raise PlacementError(
-                f"the sidecar of run {record.run_id} is on host {record.host}, this operator runs on {host_name()}",
-                "shared memory does not cross hosts: start the run on the node where Trinity's explorer runs",
-            )
+        self._check_host(record.host, record.boot_id)
         if not is_held(paths.supervisor_lock):
             raise RunError(f"run {record.run_id} has ended", "start it again with start_mps.sh")
         settings = self._settings
@@ -111,8 +107,19 @@ class Feeder:
         self._wait_for_attach(self._channel)
         logger.info("mps_trainer: feeding run %s (%s)", record.run_id, record.run_dir)
 
+    def _check_host(self, host: str, boot: str) -> None:
+        self._wrong_host = boot != boot_id()
+        if self._wrong_host:
+            raise PlacementError(
+                f"the sidecar of this run is on host {host}, this operator runs on {host_name()}",
+                "shared memory does not cross hosts: start the run on the node where Trinity's explorer runs",
+            )
+
     def _wait_for_attach(self, channel: OperatorChannel) -> None:
-        """Bounded, and no error: a restarting sidecar attaches later and finds what was fed meanwhile."""
+        """Bounded, and no error: a restarting sidecar attaches later and finds what was fed meanwhile.
+
+        The kernel's lock that proves the sidecar cannot be waited for with a time limit, so it is looked at.
+        """
         deadline = time.monotonic() + ATTACH_S
         while not channel.sidecar_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -129,19 +136,22 @@ class Feeder:
             )
         return found
 
-    def _connected(self) -> OperatorChannel | None:
+    def _connected(self, out: Exchange) -> OperatorChannel | None:
         if self._channel is not None and self._paths is not None and not is_held(self._paths.supervisor_lock):
+            self._look_at_status()
             self._say_once("the run has ended; experiences pass on without it")
             self.close()
-        if self._channel is None and time.monotonic() >= self._next_look:
+        if self._channel is None and not self._failed() and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_EVERY_S
             try:
                 self.connect()
             except MpsTrainerError as error:
-                self.connect_error = str(error)
-                self._say_once(self.connect_error)
+                self._say_once(str(error))
                 if self._settings.on_error == "raise":
                     raise
+        if self._channel is not None:
+            self._look_at_sidecar(self._channel, out)
+        self._tell_status(out)
         return self._channel
 
     def _send(self, channel: OperatorChannel, extracted: Extracted, out: Exchange, want_scores: bool) -> None:
@@ -155,30 +165,40 @@ class Feeder:
         }
         if not want_scores:
             return
+        expected = sent.rows_sent > 0 and channel.sidecar_alive()
         begin = time.monotonic()
-        reply = channel.receive_scores(self._request_id, self._settings.score_timeout) if sent.rows_sent else None
+        reply = channel.receive_scores(self._request_id, self._settings.score_timeout) if expected else None
         out.metrics["score_wait_ms"] = (time.monotonic() - begin) * 1e3
-        out.metrics["score_late"] = int(reply is None)
+        out.metrics["score_late"] = int(expected and reply is None)
         if reply is not None:
             out.scores[extracted.fed] = reply.values
             out.version = reply.model_version
 
-    def _look_at_sidecar(self, out: Exchange) -> None:
-        assert self._channel is not None and self.run_dir is not None  # noqa: PT018 - one fact, said twice for mypy
-        out.metrics["sidecar_up"] = int(self._channel.sidecar_alive())
+    def _look_at_sidecar(self, channel: OperatorChannel, out: Exchange) -> None:
+        out.metrics["sidecar_up"] = int(channel.sidecar_alive())
         if time.monotonic() >= self._next_look or self._status is None:
             self._next_look = time.monotonic() + LOOK_EVERY_S
-            try:
-                self._status = Status.load(self.run_dir)
-            except RunError:
-                return
-        out.metrics["sidecar_restarts"] = self._status.restarts
-        failed = self._status.state is State.FAILED
-        out.metrics["sidecar_failed"] = int(failed)
-        if failed:
+            self._look_at_status()
+
+    def _look_at_status(self) -> None:
+        """Read the sidecar's own word, which stays in the run folder when the run's other files are gone."""
+        assert self.run_dir is not None
+        try:
+            self._status = Status.load(self.run_dir)
+        except RunError:
+            return
+        if self._status.state is State.FAILED:
             self._say_once(f"the sidecar has failed; experiences pass on without it: {self._status.error}")
-            if self._settings.on_error == "raise":
-                raise TaskError(f"the sidecar has failed: {self._status.error}", f"see {self.run_dir}/sidecar.log")
+
+    def _failed(self) -> bool:
+        return self._status is not None and self._status.state is State.FAILED
+
+    def _tell_status(self, out: Exchange) -> None:
+        if self._status is None:
+            return
+        out.metrics |= {"sidecar_restarts": self._status.restarts, "sidecar_failed": int(self._failed())}
+        if self._failed() and self._settings.on_error == "raise":
+            raise TaskError(f"the sidecar has failed: {self._status.error}", f"see sidecar.log in {self.run_dir}")
 
     def _tell_problems(self, extracted: Extracted, out: Exchange) -> None:
         out.metrics["missing_column"] = sum(extracted.problems.values())

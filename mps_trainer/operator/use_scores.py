@@ -56,15 +56,16 @@ def correct_rewards(experiences: list[Any], scores: Array, settings: RewardSetti
     add: r + w * s; multiply: r * (1 + w * s); replace: w * s, with weight w and score s. An experience with
     no score, or with no reward to correct, stays as it is.
     """
-    num_corrected = 0
-    for experience, score in zip(experiences, scores.tolist(), strict=True):
-        if np.isnan(score) or (experience.reward is None and settings.how != "replace"):
-            continue
-        raw = experience.reward
-        experience.info["raw_reward"] = raw
-        experience.reward = _corrected(raw, settings.weight * score, settings.how)
-        num_corrected += 1
-    return num_corrected
+    # All numbers first: whatever cannot be computed is found before the first reward has changed.
+    corrected = [
+        (experience, _corrected(experience.reward, settings.weight * score, settings.how))
+        for experience, score in zip(experiences, scores.tolist(), strict=True)
+        if not np.isnan(score) and (experience.reward is not None or settings.how == "replace")
+    ]
+    for experience, reward in corrected:
+        experience.info["raw_reward"] = experience.reward
+        experience.reward = reward
+    return len(corrected)
 
 
 def _corrected(raw: float, weighted: float, how: str) -> float:

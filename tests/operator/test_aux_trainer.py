@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import os
 import signal
 import time
@@ -16,7 +18,7 @@ import pytest
 import torch
 from trinity.common.experience import EID, Experience
 
-from mps_trainer.errors import ConfigError, MpsTrainerError
+from mps_trainer.errors import ConfigError, MpsTrainerError, TaskError
 from mps_trainer.operator import AuxTrainer
 from mps_trainer.run import RunRecord
 
@@ -164,6 +166,22 @@ def test_a_dead_sidecar_costs_nothing(make_run: Any) -> None:
     assert metrics["aux_trainer/fed"] == 32, "it waits in the ring for the successor"
 
 
+def test_experiences_without_the_needed_column_pass_on_and_are_counted(make_run: Any, caplog: Any) -> None:
+    run = make_run(task_args={"feature": "hidden", "feature_dim": 8})
+    run.start()
+    batch = experiences(1)
+    for experience in batch[:4]:
+        experience.info["hidden"] = torch.ones(8)
+    aux = operator(run, use="filter")
+    caplog.set_level("WARNING", "mps_trainer")
+    logging.getLogger("mps_trainer").propagate = True
+    [(kept, metrics)] = drive(aux, [batch])
+    assert kept == batch
+    assert metrics["aux_trainer/missing_column"] == 28
+    assert metrics["aux_trainer/fed"] == 4
+    assert "no info.hidden" in caplog.text
+
+
 def test_an_error_of_ours_loses_no_batch(make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
     run.start()
@@ -199,3 +217,79 @@ def test_the_event_loop_goes_on_while_scores_are_awaited(make_run: Any) -> None:
     asyncio.run(main())
     assert len(delays) > 10, "the loop ran while the operator waited"
     assert np.median(delays) < 0.1
+
+
+def test_a_log_that_cannot_be_written_changes_nothing_else(make_run: Any) -> None:
+    run = make_run(min_experiences=8)
+    run.start()
+    (run.run_dir / "operator.jsonl").mkdir()  # root may write anywhere, but not into a folder
+    batches = [experiences(1), experiences(2)]
+    [_, (kept, metrics)] = drive(operator(run, use="filter", filter={"value": 0.25}, min_version=1), batches)
+    assert len(kept) == 24
+    assert metrics["aux_trainer/log_errors_total"] == 2
+    assert metrics["aux_trainer/errors_total"] == 0
+
+
+def test_rewards_of_numpy_types_are_written_down(make_run: Any) -> None:
+    run = make_run(min_experiences=8)
+    run.start()
+    batches = [experiences(1), experiences(2)]
+    for experience in batches[1]:
+        experience.reward = np.float32(experience.reward)
+    [_, (kept, metrics)] = drive(operator(run, use="filter", filter={"value": 0.25}, min_version=1), batches)
+    assert len(kept) == 24
+    assert metrics["aux_trainer/errors_total"] == metrics["aux_trainer/log_errors_total"] == 0
+
+
+@pytest.mark.parametrize("on_error", ["pass", "raise"])
+def test_whatever_goes_wrong_in_prepare_ends_no_run_unless_asked(tmp_path: Any, on_error: str) -> None:
+    aux = AuxTrainer(run_file=str(tmp_path), on_error=on_error)  # a folder is no file: an error nobody expects
+    if on_error == "raise":
+        with pytest.raises((OSError, MpsTrainerError)):
+            drive(aux, [])
+        return
+    batch = experiences(1)
+    [(kept, metrics)] = drive(aux, [batch])
+    assert kept is batch
+    assert metrics["aux_trainer/errors_total"] >= 1
+
+
+def test_the_host_is_known_without_the_run_file(tmp_path: Any) -> None:
+    args = {"run_file": str(tmp_path / "on_the_other_host.json"), "run_host": "node7 0000-boot"}
+    with pytest.raises(MpsTrainerError, match=r"(?s)on host node7.*does not cross hosts"):
+        drive(AuxTrainer(**args, on_error="raise"), [])
+    [(kept, metrics)] = drive(AuxTrainer(**args), [experiences(1)])
+    assert len(kept) == 32
+    assert metrics["aux_trainer/wrong_host"] == 1
+
+
+@pytest.mark.parametrize("on_error", ["pass", "raise"])
+def test_a_failed_sidecar_is_told_with_its_reason(
+    make_run: Any, on_error: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task fails; the supervisor, as it does then, ends the run and removes its files."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
+    run = make_run(task="failing_task:NanLater", min_experiences=1)
+    child, _ = run.start()
+    aux = operator(run, use="filter", task="preference_classifier", on_error=on_error)
+    caplog.set_level("WARNING", "mps_trainer")
+    logging.getLogger("mps_trainer").propagate = True
+
+    async def main() -> tuple[list[Experience], dict[str, Any]]:
+        await aux.prepare()
+        with contextlib.suppress(MpsTrainerError):
+            await aux.process(experiences(1))
+        child.wait(20)
+        run.supervisor.release()
+        run.paths.remove()
+        return await aux.process(experiences(2))
+
+    if on_error == "raise":
+        with pytest.raises(TaskError, match="the loss is nan"):
+            asyncio.run(main())
+        return
+    kept, metrics = asyncio.run(main())
+    assert len(kept) == 32
+    assert metrics["aux_trainer/sidecar_failed"] == 1
+    assert "the loss is nan" in caplog.text
+    assert "start it again" not in caplog.text

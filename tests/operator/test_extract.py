@@ -92,3 +92,29 @@ def test_extraction_changes_nothing():
     before = Experience.deserialize(one.serialize())
     Extractor((*IDENTITY_COLUMNS, Column(name="features", source="info.hidden", shape=(3,))))([one])
     assert one.serialize() == before.serialize()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_leaves_the_experience_out(bad):
+    out = Extractor((Column(name="features", source="info.hidden", shape=(2,)),))(
+        [experience(hidden=[1, bad]), experience(hidden=[1, 2])]
+    )
+    assert out.fed == [1]
+    assert "NaN or infinity" in out.first_problem
+    assert Extractor(IDENTITY_COLUMNS)([experience(reward=bad)]).fed == []
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (Column(name="x", source="rewrad"), "no attribute 'rewrad'"),
+        (Column(name="x", source="info.kind"), "could not convert string"),
+        (Column(name="x", source="info.kind", shape=(2,)), "could not convert string"),
+    ],
+)
+def test_what_cannot_be_read_is_named_and_costs_only_that_experience(column, said):
+    out = Extractor((column,))([experience(kind="easy")])
+    assert out.fed == []
+    assert out.problems == {"x": 1}
+    assert said in out.first_problem
+    assert "What to do" in out.first_problem
