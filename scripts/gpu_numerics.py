@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Does the numerics check find the shares of the SMs under which products are wrong, and only those?
 
-    python scripts/gpu_numerics.py [--repeats 5] [--out docs/results/gpu_numerics.json]
+    python scripts/gpu_numerics.py [--repeats 5] [--out RESULT.json]
+    python scripts/gpu_numerics.py --map [--out RESULT.json]      # every share from 10 to 100 %, 378 shapes each
 
 Each share runs in processes of its own, under a daemon of its own, several times with other random inputs.
 """
@@ -44,12 +45,57 @@ def check(seed: int) -> dict[str, Any]:
     }
 
 
+def gaps() -> dict[str, Any]:
+    """Shapes of bf16 products, of a grid of 378, of which a part of the output is never written."""
+    import torch
+
+    device = torch.device("cuda:0")
+    data = torch.randn(8192 * 8192, device=device, dtype=torch.bfloat16)
+    found = []
+    for m in (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
+        for n in (256, 512, 1024, 2048, 3584, 4096, 8192):
+            for k in (256, 1024, 4096):
+                for layout in ("NN", "NT"):
+                    a = data[: m * k].view(m, k)
+                    b = data[: k * n].view(k, n) if layout == "NN" else data[: k * n].view(n, k).t()
+                    out = torch.full((m, n), float("nan"), device=device, dtype=torch.bfloat16)
+                    torch.matmul(a, b, out=out)
+                    unwritten = int(out.isnan().sum())
+                    if unwritten:
+                        found.append([m, n, k, layout, round(unwritten / out.numel(), 4)])
+    return {"sms": torch.cuda.get_device_properties(device).multi_processor_count, "gaps": found}
+
+
+def map_shares(out: Path | None) -> int:
+    """Every share in a process of its own, six at a time."""
+    rows: dict[int, dict[str, Any]] = {}
+    uuid = gpu_uuids()[0]
+    with tempfile.TemporaryDirectory(prefix="mt-") as folder, WarmParent(Path(folder) / "log") as parent:
+        daemon = MpsDaemon(MpsFolder(Path(folder) / "m"))
+        daemon.start()
+        for first in range(10, 101, 6):
+            envs = {
+                s: sidecar_env(daemon.folder.pipe_dir, uuid, 6 * 2**30, s) for s in range(first, min(first + 6, 101))
+            }
+            jobs = {share: parent.start("gpu_numerics:gaps", env=env) for share, env in envs.items()}
+            rows |= {share: job.result(60) for share, job in jobs.items()}
+        daemon.quit(force_after_s=5)
+    print("share: SMs, shapes with gaps of 378")
+    print("; ".join(f"{share}: {row['sms']}, {len(row['gaps'])}" for share, row in rows.items()))
+    if out:
+        out.write_text(json.dumps({"machine": machine(), "shares": rows}))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shares", type=int, nargs="*", default=[*GOOD, *BAD, 30, 60, 80])
+    parser.add_argument("--map", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.map:
+        return map_shares(args.out)
     uuid = gpu_uuids()[0]
     rows: dict[int, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="mt-") as folder, WarmParent(Path(folder) / "log") as parent:
