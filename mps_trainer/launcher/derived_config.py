@@ -22,6 +22,7 @@ from mps_trainer.errors import ConfigError
 from mps_trainer.launcher import yaml_edit
 from mps_trainer.launcher.trinity_config import OPERATORS_KEY, TrinityConfig
 from mps_trainer.launcher.yaml_edit import CannotEditError, Edit
+from mps_trainer.run import this_host
 
 HEADER = "# Derived by mps-trainer"
 
@@ -72,12 +73,14 @@ def derive(config: TrinityConfig, *, run_file: Path, one_gpu: bool) -> DerivedCo
             says how large the cluster is.
     """
     original = config.path.read_text()
+    # The host too: where the coordinator runs elsewhere, the operator can then say so, and not only miss a file.
+    ours = {"run_file": str(run_file), "run_host": this_host()}
     shape = one_gpu and config.mode != "colocate" and not config.has_cluster_shape
     try:
         tree = yaml_edit.load(original)
-        edits = [*_top_edits(original, tree, config, shape), _run_file_edit(original, tree, config, run_file)]
+        edits = [*_top_edits(original, tree, config, shape), _args_edit(original, tree, config, ours)]
         body = yaml_edit.apply(original, edits)
-        changed_as_meant = yaml_edit.plain(body) == _wanted(original, config, run_file, shape)
+        changed_as_meant = yaml_edit.plain(body) == _wanted(original, config, ours, shape)
     except (CannotEditError, YAMLError) as error:
         raise _cannot_add(config, str(error).splitlines()[0]) from None
     if not changed_as_meant:
@@ -109,7 +112,7 @@ def _top_edits(text: str, tree: CommentedMap, config: TrinityConfig, shape: bool
     return edits + ([yaml_edit.add_to_map(text, tree, new)] if new else [])
 
 
-def _run_file_edit(text: str, tree: CommentedMap, config: TrinityConfig, run_file: Path) -> Edit:
+def _args_edit(text: str, tree: CommentedMap, config: TrinityConfig, ours: dict[str, Any]) -> Edit:
     node: Any = tree
     for key in OPERATORS_KEY.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
@@ -118,15 +121,14 @@ def _run_file_edit(text: str, tree: CommentedMap, config: TrinityConfig, run_fil
     operator = node[config.operator_index]
     if not isinstance(operator, CommentedMap):
         raise CannotEditError("our operator is not written out as name and args")
-    value = {"run_file": str(run_file)}
     if "args" not in operator:
-        return yaml_edit.add_line_after(text, operator, "name", {"args": value})
+        return yaml_edit.add_line_after(text, operator, "name", {"args": ours})
     if not operator["args"]:
-        return yaml_edit.set_empty(text, operator, "args", value)
-    return yaml_edit.add_to_map(text, operator["args"], value)
+        return yaml_edit.set_empty(text, operator, "args", ours)
+    return yaml_edit.add_to_map(text, operator["args"], ours)
 
 
-def _wanted(original: str, config: TrinityConfig, run_file: Path, shape: bool) -> Any:
+def _wanted(original: str, config: TrinityConfig, ours: dict[str, Any], shape: bool) -> Any:
     # The operator is copied before it changes: an anchor that it shares with another must not seem to change too.
     tree = yaml_edit.plain(original)
     if not tree.get("ray_namespace"):
@@ -137,7 +139,7 @@ def _wanted(original: str, config: TrinityConfig, run_file: Path, shape: bool) -
     for key in OPERATORS_KEY.split("."):
         node = node[key]
     operator = copy.copy(node[config.operator_index])
-    operator["args"] = {"run_file": str(run_file), **(operator.get("args") or {})}
+    operator["args"] = {**ours, **(operator.get("args") or {})}
     node[config.operator_index] = operator
     return tree
 

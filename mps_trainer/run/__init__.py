@@ -13,6 +13,7 @@ from mps_trainer.run.record import (
     new_run_id,
     run_paths,
     state_dir,
+    this_host,
 )
 from mps_trainer.run.status import State, Status
 
@@ -33,5 +34,6 @@ __all__ = [
     "new_run_id",
     "run_paths",
     "state_dir",
+    "this_host",
     "try_hold",
 ]

@@ -44,6 +44,11 @@ def host_name() -> str:
     return socket.gethostname()
 
 
+def this_host() -> str:
+    """ "<host name> <boot id>": what `run_host` in a derived config is compared with."""
+    return f"{host_name()} {boot_id()}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """What everybody must know of one run. Paths are absolute.
@@ -82,7 +87,12 @@ class RunRecord:
             return cls(**json.loads(path.read_text()))
         except FileNotFoundError:
             raise RunError(f"no run file at {path}", "the run has ended: start it again with start_mps.sh") from None
-        except (json.JSONDecodeError, TypeError) as error:
+        except OSError as error:
+            raise RunError(
+                f"cannot read the run file {path}: {error.strerror}",
+                "run as the user who started the run, with the same state folder, or start it again with start_mps.sh",
+            ) from None
+        except (ValueError, TypeError) as error:
             raise RunError(f"{path} is no run file: {error}", "start the run again with start_mps.sh") from None
 
 
@@ -114,18 +124,28 @@ class RunPaths:
 
 
 def state_dir() -> Path:
-    """The state folder of this user, made 0700; RunError when somebody else owns the path."""
+    """The state folder of this user, made 0700; RunError when it cannot be made or somebody else owns the path."""
     named = os.environ.get(STATE_DIR_VARIABLE)
     path = Path(named) if named else Path(f"/tmp/mps-trainer-{os.getuid()}")
-    path.mkdir(mode=0o700, parents=bool(named), exist_ok=True)
+    _make_folder(path, parents=bool(named))
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise RunError(
             f"{path} is not a folder of yours alone (owner {status.st_uid}, mode {status.st_mode & 0o777:o})",
             f"remove it, or set {STATE_DIR_VARIABLE} to a folder that only you can read",
         )
-    (path / "runs").mkdir(mode=0o700, exist_ok=True)
+    _make_folder(path / "runs")
     return path
+
+
+def _make_folder(path: Path, *, parents: bool = False) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"cannot make the state folder {path}: {error.strerror}",
+            f"set {STATE_DIR_VARIABLE} to a folder that you can write to",
+        ) from None
 
 
 def run_paths(run_id: str) -> RunPaths:

@@ -29,6 +29,9 @@ def test_units():
         ({"filter": {"drop": "quantile", "value": 2}}, ["a quantile is a share below 1"]),
         ({"device": "gpu"}, ["device:"]),
         ({"batch_size": 0}, ["batch_size:"]),
+        ({"reward": {"weight": float("nan")}}, ["reward.weight:", "finite"]),
+        ({"reward": {"weight": float("inf")}}, ["reward.weight:", "finite"]),
+        ({"filter": {"drop": "threshold", "value": float("inf")}}, ["filter.value:", "finite"]),
     ],
 )
 def test_bad_settings_say_what_to_do(args, said):

@@ -16,9 +16,11 @@ from launcher_helpers import CONFIG
 from mps_trainer.errors import ConfigError
 from mps_trainer.launcher.derived_config import HEADER, DerivedConfig, derive
 from mps_trainer.launcher.trinity_config import read_trinity_config
+from mps_trainer.run import boot_id, host_name, this_host
 
 Write = Callable[..., Path]
 RUN_FILE = Path("/state/runs/0123abcd.json")
+HOST_LINE = f'          run_host: "{this_host()}"'
 
 
 def derived(path: Path, *, one_gpu: bool = False) -> DerivedConfig:
@@ -40,11 +42,23 @@ def test_golden_only_the_named_keys_change(write_config: Write, tmp_path: Path) 
     expected = expected.replace(
         "mode: explore\n",
         'ray_namespace: "lab/run"\ncluster:\n  node_num: 1\n  gpu_per_node: 1\nmode: explore\n',
-    ).replace("        args:\n", f'        args:\n          run_file: "{RUN_FILE}"\n')
+    ).replace("        args:\n", f'        args:\n          run_file: "{RUN_FILE}"\n{HOST_LINE}\n')
     header, _, body = (tmp_path / "run.mps.yaml").read_text().partition("\n")
     assert header.startswith(HEADER)
     assert body == expected
     assert all(line.startswith("+") for line in changes(result))
+
+
+def test_the_operator_learns_on_which_host_the_run_file_is(write_config: Write) -> None:
+    derived(write_config()).write()
+    text = write_config().with_name("run.mps.yaml").read_text()
+    assert f'run_host: "{host_name()} {boot_id()}"' in text
+
+
+@pytest.mark.parametrize("key", ["run_file", "run_host"])
+def test_what_the_launcher_sets_is_not_for_the_user(write_config: Write, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is set in run.yaml; the launcher sets it"):
+        read_trinity_config(write_config(("ring_slots: 2", f"{key}: x")))
 
 
 def test_interpolations_and_comments_stay_text(write_config: Write) -> None:
@@ -56,7 +70,7 @@ def test_interpolations_and_comments_stay_text(write_config: Write) -> None:
 def test_a_namespace_of_the_users_own_is_not_touched(write_config: Write) -> None:
     path = write_config(("project: lab", "project: lab\nray_namespace: ${oc.env:NS,mine}"))
     result = derived(path)
-    assert changes(result) == [f'+          run_file: "{RUN_FILE}"']
+    assert changes(result) == [f'+          run_file: "{RUN_FILE}"', f"+{HOST_LINE}"]
 
 
 def test_an_empty_namespace_is_filled_in_its_place(write_config: Write) -> None:
@@ -64,6 +78,7 @@ def test_an_empty_namespace_is_filled_in_its_place(write_config: Write) -> None:
     assert '+ray_namespace: "lab/run"  # later' in changes(result)
 
 
+OURS = f'run_file: "{RUN_FILE}", run_host: "{this_host()}"'
 ARGS = """\
       - name: mps_trainer.operator.AuxTrainer
         args:
@@ -77,29 +92,29 @@ ARGS = """\
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
-        ("      - name: aux_trainer\n", ["+        args:", f'+          run_file: "{RUN_FILE}"']),
+        ("      - name: aux_trainer\n", ["+        args:", f'+          run_file: "{RUN_FILE}"', f"+{HOST_LINE}"]),
         (
             "      - name: aux_trainer\n        args: {}\n",
-            ["-        args: {}", f'+        args: {{run_file: "{RUN_FILE}"}}'],
+            ["-        args: {}", f"+        args: {{{OURS}}}"],
         ),
         (
             "      - name: aux_trainer\n        args:\n",
-            ["-        args:", f'+        args: {{run_file: "{RUN_FILE}"}}'],
+            ["-        args:", f"+        args: {{{OURS}}}"],
         ),
         (
             "      - name: aux_trainer\n        args: {use: feed}  # x\n",
-            ["-        args: {use: feed}  # x", f'+        args: {{run_file: "{RUN_FILE}", use: feed}}  # x'],
+            ["-        args: {use: feed}  # x", f"+        args: {{{OURS}, use: feed}}  # x"],
         ),
         (
             "      - {name: aux_trainer, args: {use: feed}}\n",
             [
                 "-      - {name: aux_trainer, args: {use: feed}}",
-                f'+      - {{name: aux_trainer, args: {{run_file: "{RUN_FILE}", use: feed}}}}',
+                f"+      - {{name: aux_trainer, args: {{{OURS}, use: feed}}}}",
             ],
         ),
         (
             "      - args:\n          use: feed\n        name: aux_trainer\n",
-            [f'+          run_file: "{RUN_FILE}"'],
+            [f'+          run_file: "{RUN_FILE}"', f"+{HOST_LINE}"],
         ),
     ],
 )
