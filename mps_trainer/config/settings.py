@@ -110,7 +110,6 @@ class Settings(_Section):
     max_restarts: int = Field(5, ge=0, description="restarts of a killed sidecar before giving up")
     run_file: str | None = Field(None, description="set by the launcher in the derived config; not by you")
     run_host: str | None = Field(None, description="set by the launcher in the derived config; not by you")
-    run_host: str | None = Field(None, description="set by the launcher in the derived config; not by you")
 
     @model_validator(mode="after")
     def _one_memory_wish(self) -> Settings:
