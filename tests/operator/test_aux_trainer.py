@@ -216,7 +216,7 @@ def test_the_event_loop_goes_on_while_scores_are_awaited(make_run: Any) -> None:
 
     asyncio.run(main())
     assert len(delays) > 10, "the loop ran while the operator waited"
-    assert np.median(delays) < 0.1
+    assert max(delays) < 0.2, "well under the time that the operator waited"
 
 
 def test_a_log_that_cannot_be_written_changes_nothing_else(make_run: Any) -> None:

@@ -99,6 +99,19 @@ def alive(pid: int) -> bool:
         return False
 
 
+def mapping_pids(config: Path) -> set[int]:
+    """The processes that have this run's shared memory mapped: the sidecar and Trinity's coordinator."""
+    run_id = run_folder(config).name
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if f"mpst.{run_id}." in maps.read_text():
+                found.add(int(maps.parent.name))
+        except (OSError, UnicodeDecodeError):  # noqa: PERF203  # it has just ended
+            continue
+    return found
+
+
 def shared_memory_of(config: Path) -> list[str]:
     """Names in /dev/shm that belong to the run of this config."""
     run_id = run_folder(config).name

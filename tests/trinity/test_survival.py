@@ -9,6 +9,7 @@ from aux_runs import (
     command,
     kill,
     lines,
+    mapping_pids,
     metric,
     operator,
     run_file,
@@ -84,10 +85,11 @@ def test_a_killed_driver_leaves_nothing(trinity_run: TrinityRun, config) -> None
     """`mps-trainer run` is killed: Trinity, sidecar and supervisor end within seconds."""
     with trinity_run.engine(config), trinity_run.start(config, MPS_RUN) as running:
         wait_for_batches(config, 2)
-        pids = [sidecar_pid(config), supervisor_pid(config)]
+        pids = {sidecar_pid(config), supervisor_pid(config), *mapping_pids(config)}
+        assert len(pids) >= 3, "sidecar, supervisor and Trinity's coordinator"
         kill(running.process.pid)
         for pid in pids:
-            wait_for("the end of the sidecar and its supervisor", lambda pid=pid: not alive(pid), 20)
+            wait_for("the end of sidecar, supervisor and Trinity", lambda pid=pid: not alive(pid), 20)
     assert Status.load(run_folder(config)).state is State.STOPPED
     assert shared_memory_of(config) == []
     assert not run_file(trinity_run.environment, config).exists()
