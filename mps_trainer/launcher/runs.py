@@ -14,8 +14,8 @@ from mps_trainer.launcher.process import Ended, ProcessIdentity, stop_identity
 from mps_trainer.launcher.run_locks import Holder
 from mps_trainer.run import RunPaths, RunRecord, Status, is_held, live_runs
 
-# The supervisor lets the sidecar drain for 30 s before it kills it; this is a little more.
-DOWN_SECONDS = 45.0
+# The supervisor waits 30 s for a sidecar that it starts only to drain, and 30 s for the drain; this is a little more.
+DOWN_SECONDS = 75.0
 _POLL_S = 0.05
 
 

@@ -5,6 +5,7 @@
                                            |------ task error, bad config > FAILED > end; the rollout goes on
                                            `------ SIGTERM, owner gone ---> SIGTERM, drain, (SIGSTOP,) SIGKILL > end
 
+An end that is asked for between two lives starts one more sidecar, which takes what is in the rings and the journal.
 It holds the run's locks for life: whoever wants to know whether the run lives tests those. When it is killed the
 locks drop, and the sidecar ends in order by itself. It imports neither torch nor pyarrow and stays small.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import selectors
 import signal
@@ -36,6 +38,8 @@ log = logging.getLogger("mps_trainer.supervisor")
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _OWNER_CHECK_S = 0.5
+# A life that lasts this long after READY shows that the sidecar can work; what came before no longer counts.
+_HEALTHY_S = 600.0
 GRACE_S = 30.0
 
 
@@ -59,7 +63,9 @@ class Supervisor:
         self._ready_timeout = float(record.settings["ready_timeout"])
         self._max_restarts = int(record.settings["max_restarts"])
         self._restarts = 0
+        self._restarts_in_a_row = 0
         self._was_ready = False
+        self._ready_since = math.inf
         self._asked_to_end = ""
         self._reported_failure = ("", "")
         self._selector = selectors.DefaultSelector()
@@ -68,14 +74,12 @@ class Supervisor:
     def run(self) -> int:
         """Supervise to the end of the run; the exit code of the process."""
         while True:
-            sidecar = SidecarProcess(self._record, self._run_file, self._command)
-            self._reporter.progress(f"sidecar started (process {sidecar.pid}), waiting until it is ready")
-            log.info("sidecar %d started", sidecar.pid)
-            problem = self._watch(sidecar)
-            if self._asked_to_end:
-                return self._end(sidecar)
+            sidecar = self._start()
+            problem = self._watch(sidecar, self._ready_timeout)
             code = sidecar.child.poll()
             if code is None:
+                if self._asked_to_end:
+                    return self._end(sidecar, "asked to end")
                 sidecar.stop(self._grace_s)
                 code = exit_codes.CRASHED
             log.info("sidecar %d ended: %s", sidecar.pid, problem)
@@ -83,22 +87,43 @@ class Supervisor:
                 return exit_codes.OK
             if code in exit_codes.FINAL or not self._was_ready:
                 return self._fail(*self._explain(sidecar, problem), code)
-            self._restarts += 1
-            if self._restarts > self._max_restarts:
+            backoff_s = self._count_restart()
+            if self._restarts_in_a_row > self._max_restarts:
                 return self._fail(
-                    f"the sidecar ended {self._restarts} times ({problem}); max_restarts is {self._max_restarts}",
+                    f"the sidecar ended {self._restarts_in_a_row} times ({problem}); "
+                    f"max_restarts is {self._max_restarts}",
                     f"see {sidecar.log}",
                     exit_codes.CRASHED,
                 )
-            self._save_status(State.RESTARTING, f"{problem}; restart {self._restarts} of {self._max_restarts}")
-            if self._pause(min(_FIRST_BACKOFF_S * 2 ** (self._restarts - 1), _LONGEST_BACKOFF_S)):
-                return 0
+            self._save_status(State.RESTARTING, f"{problem}; restart {self._restarts_in_a_row} of {self._max_restarts}")
+            if self._pause(backoff_s):
+                return self._end_between_two_lives()
 
-    def _watch(self, sidecar: SidecarProcess) -> str:
-        """Until the sidecar ends, fails to get ready, or the run shall end; says what happened to the sidecar."""
+    def _start(self) -> SidecarProcess:
+        self._reported_failure = ("", "")
+        self._ready_since = math.inf
+        sidecar = SidecarProcess(self._record, self._run_file, self._command)
+        self._reporter.progress(f"sidecar started (process {sidecar.pid}), waiting until it is ready")
+        log.info("sidecar %d started", sidecar.pid)
+        return sidecar
+
+    def _count_restart(self) -> float:
+        """Count a restart; how long to wait before it."""
+        if time.monotonic() - self._ready_since >= _HEALTHY_S:
+            self._restarts_in_a_row = 0
+        self._restarts += 1
+        self._restarts_in_a_row += 1
+        return float(min(_FIRST_BACKOFF_S * 2 ** (self._restarts_in_a_row - 1), _LONGEST_BACKOFF_S))
+
+    def _watch(self, sidecar: SidecarProcess, ready_timeout_s: float, *, last: bool = False) -> str:
+        """Until the sidecar ends, fails to get ready, or the run shall end; says what happened to the sidecar.
+
+        Args:
+            last: the run shall end already, and only READY is waited for.
+        """
         self._selector.register(sidecar.ready_fd, selectors.EVENT_READ)
         waiting = True
-        deadline = time.monotonic() + self._ready_timeout
+        deadline = time.monotonic() + ready_timeout_s
         try:
             while True:
                 ready_fd = sidecar.ready_fd
@@ -111,13 +136,13 @@ class Supervisor:
                         self._take_answer(sidecar, answer)
                 elif not waiting:
                     self._wait(_OWNER_CHECK_S)
-                if self._asked_to_end:
-                    return "asked to end"
                 code = sidecar.child.poll()
                 if code is not None:
                     return f"it ended with {describe_exit(code)}"
+                if self._asked_to_end and not (last and waiting):
+                    return "asked to end"
                 if waiting and time.monotonic() > deadline:
-                    return f"it was not ready after {self._ready_timeout:.0f} s"
+                    return f"it was not ready after {ready_timeout_s:.0f} s"
         finally:
             if sidecar.ready_fd >= 0:
                 self._selector.unregister(sidecar.ready_fd)
@@ -126,6 +151,7 @@ class Supervisor:
     def _take_answer(self, sidecar: SidecarProcess, answer: dict[str, str]) -> None:
         if answer["state"] == "ready":
             self._was_ready = True
+            self._ready_since = time.monotonic()
             log.info("sidecar %d is ready", sidecar.pid)
             self._reporter.ready(sidecar.pid)
             if self._reporter.abandoned:
@@ -147,19 +173,25 @@ class Supervisor:
         return f"the sidecar could not go on: {problem}\n{sidecar.log_tail()}", f"see {sidecar.log}"
 
     def _fail(self, error: str, todo: str, code: int) -> int:
-        message = f"{error}\n  What to do: {todo}" if todo else error
+        message = _with_todo(error, todo)
         log.error("%s", message)
         self._save_status(State.FAILED, message)
         self._reporter.failed(error, todo)
         return code if code > 0 else exit_codes.CRASHED
 
-    def _end(self, sidecar: SidecarProcess) -> int:
+    def _end_between_two_lives(self) -> int:
+        """One more sidecar takes what is in the rings and the journal, and saves it."""
+        sidecar = self._start()
+        return self._end(sidecar, self._watch(sidecar, min(self._ready_timeout, self._grace_s), last=True))
+
+    def _end(self, sidecar: SidecarProcess, problem: str) -> int:
         log.info("ending sidecar %d: %s", sidecar.pid, self._asked_to_end)
         ended = sidecar.stop(self._grace_s)
         log.info("sidecar %d %s", sidecar.pid, ended.value)
         code = sidecar.child.returncode
         if code != 0:
-            self._save_status(State.FAILED, f"asked to end, the sidecar was {ended.value} ({describe_exit(code)})")
+            what = f"{problem}; the sidecar was {ended.value} ({describe_exit(code)})"
+            self._save_status(State.FAILED, _with_todo(*self._explain(sidecar, what)))
         self._reporter.failed(f"the run was ended before it was ready: {self._asked_to_end}", "start it again")
         return 0
 
@@ -202,6 +234,10 @@ class Supervisor:
         while not self._asked_to_end and (left := end - time.monotonic()) > 0:
             self._wait(min(left, _OWNER_CHECK_S))
         return bool(self._asked_to_end)
+
+
+def _with_todo(error: str, todo: str) -> str:
+    return f"{error}\n  What to do: {todo}" if todo else error
 
 
 def _hold_locks(record: RunRecord, paths: RunPaths, descriptors: Sequence[int]) -> list[HeldLock]:

@@ -71,7 +71,7 @@ class RunHandle:
         """What the sidecar says of itself."""
         return Status.load(self.run_dir)
 
-    def stop(self, grace_s: float = 60.0) -> Ended:
+    def stop(self, grace_s: float = 75.0) -> Ended:
         """End the run from the process that started it, at most `grace_s` before the supervisor is killed."""
         return stop(self.supervisor, grace_s=grace_s)
 

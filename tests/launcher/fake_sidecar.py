@@ -62,6 +62,10 @@ def main() -> int:
         if not is_held(paths.supervisor_lock):
             note("supervisor gone")
             break
+        if asked and options.behaviour == "fails-when-asked":
+            error = "the loss is nan in step 7\n  What to do: lower the learning rate"
+            Status(run_id=record.run_id, state=State.FAILED, error=error).save(run_dir)
+            return exit_codes.TASK_FAILED
         if asked and options.behaviour != "stubborn":
             break
         time.sleep(0.02)

@@ -14,7 +14,8 @@ import pytest
 from launcher_helpers import FAKE_SIDECAR, is_alive, kill, wait_for
 
 from mps_trainer.errors import AlreadyRunningError, MpsTrainerError, RunError
-from mps_trainer.launcher.process import Ended
+from mps_trainer.launcher import up
+from mps_trainer.launcher.process import Ended, ProcessIdentity
 from mps_trainer.launcher.runs import end_runs, list_runs, select_runs
 from mps_trainer.launcher.up import RunHandle, prepare, start_run
 from mps_trainer.run import State, Status, is_held, new_run_id, run_paths, try_hold
@@ -150,6 +151,51 @@ def test_a_stubborn_sidecar_is_killed_after_its_grace(write_config: Write, fake:
     assert not is_alive(run.sidecar_pid)
     assert "SIGTERM" in fake_log(run.run_dir)
     assert "killed after it did not end in time" in run.status().error
+
+
+def test_an_end_during_the_backoff_drains_with_one_more_sidecar(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("good"))
+    kill(run.sidecar_pid, signal.SIGKILL)
+    wait_for(lambda: run.status().state is State.RESTARTING, "RESTARTING")
+    assert run.stop() is Ended.BY_ITSELF
+    assert run.supervisor.returncode == 0
+    assert [line.split()[0] for line in fake_log(run.run_dir)] == ["start", "start", "SIGTERM", "saved"]
+    assert run.status().state is State.STOPPED
+
+
+def test_an_end_during_the_backoff_whose_last_sidecar_crashes_is_failed(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("crash-when-ready"))
+    wait_for(lambda: run.status().state is State.RESTARTING, "RESTARTING")
+    assert run.stop() is Ended.BY_ITSELF
+    assert run.status().state is State.FAILED
+    assert "SIGKILL" in run.status().error
+
+
+def test_the_sidecars_own_word_on_its_failure_stays_when_it_fails_while_it_ends(
+    write_config: Write, fake: Fake
+) -> None:
+    run = start(write_config(), fake("fails-when-asked"))
+    run.stop()
+    assert run.status().state is State.FAILED
+    assert run.status().error == "the loss is nan in step 7\n  What to do: lower the learning rate"
+
+
+def test_a_healthy_life_gives_the_restarts_back(
+    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys; from mps_trainer.launcher import supervisor as s; s._HEALTHY_S = 0.3; sys.exit(s.main())"
+    monkeypatch.setattr(up, "SUPERVISOR_COMMAND", (sys.executable, "-c", code))
+    run = start(write_config(("ring_slots: 2", "max_restarts: 1\n          ring_slots: 2")), fake("good"))
+    for count in (1, 2, 3):
+        wait_for(lambda: run.status().state is State.READY, "READY")
+        life = ProcessIdentity.of(run.status().pid)
+        assert life is not None
+        assert not life.wait(0.5), "the sidecar died by itself"
+        kill(life.pid, signal.SIGKILL)
+        # The total over the run goes on.
+        wait_for(lambda count=count: run.status().restarts == count, f"restart {count}; {run.status()}")
+        assert run.status().state is State.RESTARTING
+    assert run.stop() is Ended.BY_ITSELF
 
 
 def test_a_killed_supervisor_leaves_nothing(write_config: Write, fake: Fake) -> None:

@@ -18,7 +18,7 @@ def test_this_host_is_its_name_and_its_boot() -> None:
 
 
 def test_a_run_file_that_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="cannot read the run file .*: Is a directory") as caught:
+    with pytest.raises(RunError, match=r"cannot read the run file .*: Is a directory") as caught:
         RunRecord.load(tmp_path)
     assert caught.value.todo
 
