@@ -5,8 +5,8 @@
 
 Four targets: a batch (codec), a record header, a segment header, and a whole segment with both readers on it. Mutants
 that reach a new edge between two lines of the transport join the corpus. Checksums are repaired in most mutants, or
-nothing behind them would ever be reached. Allowed outcomes are this package's own errors and a well-formed record. The cases
-run in a child process: a crash, a hang of more than ten seconds or any other exception stops the script with exit
+nothing behind them would ever be reached. Allowed outcomes are this package's own errors and a well-formed record. The
+cases run in a child process: a crash, a hang of more than ten seconds or any other exception stops the script with exit
 status 1 and writes the guilty bytes to a file.
 """
 
