@@ -96,7 +96,7 @@ def run(
     for reason in prepared.plan.reasons if prepared.plan else ():
         show.line(reason)
     options = TrinityOptions(
-        sink=_write_through,
+        sink=show.raw,
         progress=show.progress,
         extra_args=context.args,
         ray=ray.value,
@@ -109,11 +109,6 @@ def run(
     if verdict.exit_code == EXIT_OK:
         show.line("OK", style="bold green")
     raise typer.Exit(verdict.exit_code)
-
-
-def _write_through(chunk: bytes) -> None:
-    sys.stdout.buffer.write(chunk)
-    sys.stdout.buffer.flush()
 
 
 def down(

@@ -1,12 +1,17 @@
-"""How things look on a terminal. Text of the user's is never read as markup."""
+"""How things look on a terminal. Text of the user's is never read as markup.
+
+A reader that is gone (`| head`, a closed terminal) or a full disk behind our output changes nothing of what a command
+does, nor its exit status.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
-from typing import TextIO
+from typing import IO, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,14 +22,41 @@ from mps_trainer.launcher.runs import RunView
 _LEVEL_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
 
 
-def _console(file: TextIO | None = None) -> Console:
-    # Made at each use: tests replace sys.stdout.
-    return Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # Rich's own ends the process here, in the middle of whatever it was doing.
+        give_up(self.file)
+
+
+def _print(what: RenderableType, file: TextIO | None = None) -> None:
+    file = file or sys.stdout
+    try:
+        # Made at each use: tests replace sys.stdout.
+        _Console(file=file, highlight=False, soft_wrap=True).print(what)
+    except OSError:
+        give_up(file)
+
+
+def give_up(file: IO[str]) -> None:
+    """Send what is still to come for `file` nowhere; Python's own flush at exit would fail and change the status."""
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, file.fileno())
+    os.close(nowhere)
 
 
 def line(text: str = "", *, style: str = "", file: TextIO | None = None) -> None:
     """One line as it is."""
-    _console(file).print(Text(text, style=style))
+    _print(Text(text, style=style), file)
+
+
+def raw(chunk: bytes) -> None:
+    """Bytes of another program on stdout; OSError when nobody takes them, and later ones go nowhere."""
+    try:
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
+    except OSError:
+        give_up(sys.stdout)
+        raise
 
 
 def progress(text: str) -> None:
@@ -50,7 +82,7 @@ def checks(found: Iterable[Check]) -> None:
     """What the doctor found."""
     for check in found:
         text = Text.assemble((f"{check.level.value:8}", _LEVEL_STYLES[check.level]), f"{check.name}: {check.found}")
-        _console().print(text)
+        _print(text)
         if check.todo:
             line(f"{'':8}  What to do: {check.todo}")
 
@@ -76,7 +108,7 @@ def run_table(views: Iterable[RunView]) -> None:
         state = status.state.value if status else "starting"
         row = (view.record.run_id, state, view.record.device, view.record.mps, *numbers, view.record.config)
         table.add_row(*(Text(cell) for cell in row))
-    _console().print(table)
+    _print(table)
 
 
 def _number(value: float | None) -> str:

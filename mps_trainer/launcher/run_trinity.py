@@ -7,6 +7,7 @@ supervisor sees the owner lock drop. So nothing stays, whatever kills it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
 
 from mps_trainer.errors import RunError
@@ -24,6 +26,8 @@ from mps_trainer.launcher.trinity_config import TrinityConfig
 from mps_trainer.launcher.up import Prepared, Progress, RunHandle, start_run
 from mps_trainer.launcher.verdict import EXIT_INTERRUPTED, LogMark, Verdict, judge
 from mps_trainer.run import Status, new_run_id, run_paths, try_hold
+
+log = logging.getLogger(__name__)
 
 # After a signal Trinity needs 4 to 5 s to end; a trainer that saves a checkpoint needs more.
 TRINITY_GRACE_S = 60.0
@@ -126,8 +130,12 @@ def _trinity(
     mark = LogMark.now(config)
     command = [find_executable("trinity"), "run", "--config", str(yaml), *options.extra_args]
     options.progress(" ".join(command))
+    try:
+        file = console.open("ab")
+    except OSError as error:
+        raise RunError(f"cannot write {console}: {error.strerror}", "make room there, or set run_dir") from None
     child = spawn(command, env=environment, log=subprocess.PIPE, dies_with_us=True)
-    pump = threading.Thread(target=_pump, args=(child, console, options.sink), daemon=True)
+    pump = threading.Thread(target=_pump, args=(child, file, options.sink), daemon=True)
     pump.start()
     interrupted = False
     try:
@@ -146,12 +154,25 @@ def _trinity(
     return _Outcome(child.returncode, interrupted, console, mark)
 
 
-def _pump(child: subprocess.Popen[bytes], console: Path, sink: Sink) -> None:
+def _pump(child: subprocess.Popen[bytes], file: BufferedWriter, sink: Sink) -> None:
+    """Read to the end whatever becomes of the targets: a full pipe would block `trinity run` for ever."""
     assert child.stdout is not None
-    with console.open("ab", buffering=0) as file:
-        while chunk := os.read(child.stdout.fileno(), 65536):
-            file.write(chunk)
-            sink(chunk)
+
+    def write_to_file(chunk: bytes) -> None:
+        file.write(chunk)
+        file.flush()
+
+    targets = [write_to_file, sink]
+    while chunk := os.read(child.stdout.fileno(), 65536):
+        for target in list(targets):
+            try:
+                target(chunk)
+            except OSError as error:  # noqa: PERF203  # the disk is full, or the reader of our output is gone
+                log.warning("the output of trinity run has one target less: %s", error)
+                targets.remove(target)
+    # What could not be written is still in the buffer, and would be tried again.
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _last_status(run: RunHandle) -> Status | None:

@@ -24,6 +24,9 @@ def main() -> int:
         print(f"got {signal.Signals(number).name}", flush=True)
         sys.exit(0)
 
+    if behaviour == "talks":
+        for _ in range(100):
+            print("x" * 9_999, flush=True)
     signal.signal(signal.SIGINT, interrupted)
     signal.signal(signal.SIGTERM, interrupted)
     reached = config.buffer.total_steps

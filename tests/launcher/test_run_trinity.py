@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 from launcher_helpers import is_alive, wait_for
 
+from mps_trainer.launcher.process import spawn
+from mps_trainer.launcher.run_trinity import _pump
 from mps_trainer.launcher.runs import list_runs
 from mps_trainer.run import State, Status
 
@@ -59,6 +63,33 @@ def drive(tmp_path: Path) -> Callable[..., Driver]:
         return Driver(process, errors)
 
     return start
+
+
+class Target:
+    """A place for output that takes `good` chunks and then raises, as a closed pipe or a full disk does."""
+
+    def __init__(self, good: int, error: int) -> None:
+        self.good, self.error, self.bytes = good, error, 0
+
+    def __call__(self, chunk: bytes) -> None:
+        self.good -= 1
+        if self.good < 0:
+            raise OSError(self.error, os.strerror(self.error))
+        self.bytes += len(chunk)
+
+
+@pytest.mark.parametrize("broken", ["sink", "file", "both"])
+def test_the_pipe_is_drained_whatever_fails_behind_it(tmp_path: Path, broken: str) -> None:
+    # More than a pipe holds: a pump that gives up would leave the child blocked in its write.
+    child = spawn([sys.executable, "-c", "print('x' * 3_000_000)"], env=os.environ, log=subprocess.PIPE)
+    sink = Target(1 if broken != "file" else 10_000, errno.EPIPE)
+    path = Path("/dev/full") if broken != "sink" else tmp_path / "console"
+    _pump(child, path.open("wb"), sink)
+    assert child.wait(20) == 0
+    if broken == "file":
+        assert sink.bytes == 3_000_001
+    if broken == "sink":
+        assert path.stat().st_size == 3_000_001
 
 
 def last_status(tmp_path: Path) -> Status:
