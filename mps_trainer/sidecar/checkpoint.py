@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mps_trainer.columns import Array
-from mps_trainer.errors import RunError, TaskError
+from mps_trainer.errors import RunError
+from mps_trainer.sidecar.optimizer_state import as_number, flatten, unflatten
 from mps_trainer.sidecar.trainer import Trainer, random_state, set_random_state
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     save_file(_owned(trainer.model.state_dict()), temporary / "model.safetensors")
-    tensors, scalars = _flatten(trainer.optimizer.state_dict())
+    tensors, scalars = flatten(trainer.optimizer.state_dict())
     save_file(_owned(tensors), temporary / "optimizer.safetensors")
     save_arrays(
         {name: np.ascontiguousarray(array) for name, array in checkpoint.replay.items()},
@@ -66,7 +67,7 @@ def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep
     random = {str(i): state for i, state in enumerate(random_state(trainer.device))}
     save_file(random, temporary / "random.safetensors")
     state = {"format": FORMAT, "step": trainer.step, "torch": torch.__version__, **checkpoint.state}
-    (temporary / "state.json").write_text(json.dumps({**state, "optimizer": scalars}, indent=1, default=_plain))
+    (temporary / "state.json").write_text(json.dumps({**state, "optimizer": scalars}, indent=1, default=as_number))
     if final.exists():
         # The same step again (a checkpoint for the journal's sake): nothing can replace a full folder in one call.
         final.rename(folder / f".step-{trainer.step}.{os.getpid()}.old")
@@ -118,7 +119,7 @@ def _load(path: Path, trainer: Trainer) -> Checkpoint:
     tensors = load_file(path / "optimizer.safetensors")
     random = load_file(path / "random.safetensors")
     trainer.model.load_state_dict(load_file(path / "model.safetensors"))
-    trainer.optimizer.load_state_dict(_unflatten(tensors, state["optimizer"]))
+    trainer.optimizer.load_state_dict(unflatten(tensors, state["optimizer"]))
     set_random_state(trainer.device, [random[key] for key in sorted(random)])
     trainer.step = state["step"]
     return Checkpoint(replay=replay, state=state)
@@ -132,36 +133,6 @@ def _restore_interrupted(folder: Path) -> None:
             path.rename(final)
 
 
-def _plain(value: Any) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value.item())
-    raise TaskError(
-        f"the optimizer keeps a {type(value).__name__}, which a checkpoint cannot hold",
-        "use an optimizer whose state is tensors and whose options are plain numbers",
-    )
-
-
 def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     # safetensors refuses tensors that share memory (tied weights): each gets bytes of its own.
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-
-
-def _flatten(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    for parameter, entries in optimizer["state"].items():
-        scalars[str(parameter)] = {}
-        for name, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"{parameter}.{name}"] = value
-            else:
-                scalars[str(parameter)][name] = value
-    return tensors, {"scalars": scalars, "param_groups": optimizer["param_groups"]}
-
-
-def _unflatten(tensors: dict[str, Tensor], state: dict[str, Any]) -> dict[str, Any]:
-    entries: dict[int, dict[str, Any]] = {int(key): dict(value) for key, value in state["scalars"].items()}
-    for key, tensor in tensors.items():
-        parameter, _, name = key.partition(".")
-        entries[int(parameter)][name] = tensor
-    return {"state": entries, "param_groups": state["param_groups"]}

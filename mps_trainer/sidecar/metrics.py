@@ -37,10 +37,12 @@ class MetricsLog:
         """Write event files too when `tensorboard` is installed. Called after READY, since the import takes long."""
         try:
             from mps_trainer.sidecar.tensorboard import EventFile
+
+            self._board = EventFile(self._run_dir / "tensorboard")
         except ImportError as error:
             _log.info("no TensorBoard files: %s", error)
-            return
-        self._board = EventFile(self._run_dir / "tensorboard")
+        except Exception as error:  # noqa: BLE001  # an optional extra: a broken one (protobuf's versions) must not end us
+            _log.warning("no TensorBoard files, the installed one fails: %s: %s", type(error).__name__, error)
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """One line; numbers that do not exist yet are null."""

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from mps_trainer.columns import Array, PackedBatch, PackedColumn
 from mps_trainer.errors import MpsTrainerError, TaskError
+from mps_trainer.sidecar.optimizer_state import check_saveable
 from mps_trainer.tasks import AuxiliaryTask, TaskBatch
 
 _SHOWN_IDS = 5
+_SHOWN_CHARACTERS = 40
 
 
 class Trainer:
@@ -93,11 +95,15 @@ class Trainer:
     def dry_step(self, packed: PackedBatch) -> None:
         """Train on, score and evaluate a made-up batch, then put everything back as it was.
 
-        Whatever the task cannot do shows here, before READY, and the memory that it needs is taken.
+        Whatever the task cannot do shows here, before READY, and the memory that it needs is taken. An optimizer
+        that no checkpoint can hold is such a thing.
         """
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+        with self._users_code("build_model"):
+            weights = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
         random = random_state(self.device)
         self.train_step(packed)
+        with self._users_code("optimizer"):
+            check_saveable(self.optimizer)
         self.score(packed)
         self.evaluate(packed)
         self.model.load_state_dict(weights)
@@ -168,9 +174,13 @@ def _to_numpy(what: str, value: Any, num_rows: int) -> Array:
 
 
 def _ids(packed: PackedBatch) -> str:
-    shown = [packed["eid"].text(i) for i in range(min(_SHOWN_IDS, packed.num_rows))]
+    shown = [_shortened(packed["eid"].text(i)) for i in range(min(_SHOWN_IDS, packed.num_rows))]
     more = packed.num_rows - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _shortened(eid: str) -> str:
+    return eid if len(eid) <= _SHOWN_CHARACTERS else f"{eid[: _SHOWN_CHARACTERS - 3]}..."
 
 
 def _parts(packed: PackedBatch, size: int) -> Iterator[tuple[int, PackedBatch]]:

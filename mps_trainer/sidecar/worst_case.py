@@ -13,6 +13,7 @@ def worst_case_batch(columns: Sequence[Column], num_rows: int) -> PackedBatch:
     """`num_rows` experiences with every sequence at its maximum.
 
     Whole numbers are 0 or 1, because a token id or a class that the task cannot know would be no fault of it.
+    Floats lie in [0.01, 0.99]: a reward that is a label, a probability and a number to take the logarithm of.
     """
     rng = np.random.default_rng(0)
     return PackedBatch({column.name: _column(column, num_rows, rng) for column in columns}, num_rows)
@@ -20,7 +21,7 @@ def worst_case_batch(columns: Sequence[Column], num_rows: int) -> PackedBatch:
 
 def _column(column: Column, num_rows: int, rng: np.random.Generator) -> PackedColumn:
     if column.kind == "text":
-        rows = [str(i).ljust(column.maximum or 0, "x")[: column.maximum].encode() for i in range(num_rows)]
+        rows = [f"{i}-made-up-".ljust(column.maximum or 0, "x")[: column.maximum].encode() for i in range(num_rows)]
         offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
         return PackedColumn(np.frombuffer(b"".join(rows), np.uint8), offsets, is_text=True)
     if column.kind == "ragged":
@@ -33,5 +34,5 @@ def _column(column: Column, num_rows: int, rng: np.random.Generator) -> PackedCo
 
 def _values(column: Column, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     if np.dtype(column.dtype).kind == "f":
-        return rng.standard_normal(shape, np.float32).astype(column.dtype)
+        return (0.01 + 0.98 * rng.random(shape, np.float32)).astype(column.dtype)
     return rng.integers(0, 2, shape, np.uint8).astype(column.dtype)

@@ -194,3 +194,45 @@ def test_tied_weights_survive_a_checkpoint(tmp_path: Path) -> None:
     load_newest(tmp_path, successor)
     assert_same_model(trainer, successor)
     assert successor.model[1].weight is successor.model[0].weight
+
+
+class ProbabilityTask(broken_tasks.Plain):
+    """Valid on rewards of 0 or 1 and on positive columns, as many are."""
+
+    def columns(self) -> list[Column]:
+        return [Column(name="price", source="info.price"), Column(name="odds", source="info.odds", shape=(3,))]
+
+    def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        predicted = torch.sigmoid(model(batch["price"].log().unsqueeze(1)).squeeze(1))
+        return nn.functional.binary_cross_entropy(predicted, batch["reward"])
+
+    def score(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        return (batch["odds"] / (1 - batch["odds"])).log().sum(1)
+
+
+def test_the_worst_case_suits_tasks_on_labels_probabilities_and_positive_numbers() -> None:
+    task = ProbabilityTask()
+    Trainer(task, 32, 0).dry_step(worst_case_batch(wire_columns(task), 32))
+
+
+def test_long_ids_are_cut_in_messages() -> None:
+    worst = worst_case_batch(IDENTITY_COLUMNS, 8)
+    with pytest.raises(TaskError, match=r"\(experiences 0-made-up-x+\.\.\., 1-made-up-.* and 3 more\)") as caught:
+        Trainer(broken_tasks.RaisesInLoss(), 8, 0).train_step(worst)
+    assert len(caught.value.message) < 400
+
+
+class CallableOption(broken_tasks.Plain):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": list(model.parameters()), "schedule": lambda step: step}], lr=0.1)
+
+
+class KeyOption(broken_tasks.Plain):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": list(model.parameters()), "by_layer": {(1, 2): 0.1}}], lr=0.1)
+
+
+@pytest.mark.parametrize("task", [CallableOption, KeyOption])
+def test_an_optimizer_that_no_checkpoint_holds_fails_in_the_dry_step(task: type[broken_tasks.Plain]) -> None:
+    with pytest.raises(TaskError, match="which a checkpoint cannot hold"):
+        Trainer(task(), 8, 0).dry_step(worst_case_batch(IDENTITY_COLUMNS, 8))
