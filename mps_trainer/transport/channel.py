@@ -122,11 +122,11 @@ class OperatorChannel:
     def send(self, rows: Rows, *, request_id: int, want_scores: bool) -> SendResult:
         """Send a batch, split by rows where it is larger than a slot. Back-pressure decides when there is no room.
 
-        Waits at most `block_timeout_s` in all (policy `block`, and a batch of more parts than slots), plus the
-        mutex's
-        limit if the sidecar is stopped in it. Thread-safe. Raises ExperienceError for rows that do not fit the
-        columns,
-        TransportError when one row is larger than a slot or when the sidecar has refused this channel.
+        Waits at most `block_timeout_s` in all (policy `block`, and a batch of more parts than slots), plus the mutex's
+        limit if the sidecar is stopped in it. Thread-safe.
+
+        Raises ExperienceError for rows that do not fit the columns, TransportError when one row is larger than a slot
+        or when the sidecar has refused this channel.
         """
         measured = self._codec.measure(rows)
         with self._sending:
@@ -150,9 +150,10 @@ class OperatorChannel:
                     # The sidecar is stopped inside the mutex: one time limit is enough for one batch.
                     break
                 evicted += rows_evicted
-                size = self._send_part(slot, measured, (start, stop), (part, len(ranges)), request_id, want_scores)
                 if want_scores:
+                    # Between finding the slot and using it: then no more replies can come than their ring holds.
                     self._inbox.collect()
+                size = self._send_part(slot, measured, (start, stop), (part, len(ranges)), request_id, want_scores)
                 if size:
                     sent, rows_sent, nbytes = sent + 1, rows_sent + stop - start, nbytes + size
             dropped = measured.num_rows - rows_sent
@@ -164,10 +165,9 @@ class OperatorChannel:
     def receive_scores(self, request_id: int, timeout_s: float) -> Scores | None:
         """Wait for the scores of a batch that was sent with `want_scores`.
 
-        Returns None when they are not there after `timeout_s`, when the sidecar is dead or not there yet, or
-        when a part of
-        the batch was dropped. Later replies to the request are then discarded. Blocks its thread; threads may wait
-        for different requests at once.
+        Returns None when they are not there after `timeout_s`, when the run has no living sidecar, or when a part of the
+        batch was dropped. Later replies to the request are then discarded. Blocks its thread; threads may wait for
+        different requests at once.
         """
         return self._inbox.receive(request_id, timeout_s)
 

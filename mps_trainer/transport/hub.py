@@ -88,16 +88,19 @@ class SidecarHub:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a record is ready, at most `timeout_s`. False when none is, also after `wake`. Never spins."""
         deadline = time.monotonic() + timeout_s
+        rung = False
         while not self._woken:
             self._tidy()
-            if any(c.reader.peek() for c in self._channels.values()):
+            if self._any_ready():
                 return True
+            if rung or time.monotonic() >= self._next_look:
+                # Rung without a record: by a new operator, or for a record that was evicted meanwhile.
+                self.find_new()
+                if self._any_ready():
+                    return True
             remaining_s = deadline - time.monotonic()
             rung = self._bell.wait(max(0.0, remaining_s))
-            if rung or time.monotonic() >= self._next_look:
-                # Rung for a record, or by a new operator.
-                self.find_new()
-            elif remaining_s <= 0:
+            if not rung and remaining_s <= 0:
                 break
         self._woken = False
         return False
@@ -184,15 +187,14 @@ class SidecarHub:
     def close(self, *, unlink: bool) -> None:
         """Detach from all channels. Idempotent.
 
-        With `unlink` the run is over: channels without a living operator are removed, drained or not, and the
-        doorbell
-        if nobody else has it. Without it everything stays for a successor; records not released are delivered
-        again to it.
+        With `unlink` the run is over: channels without a living operator are removed, drained or not, and the doorbell
+        if nobody else has it. Without it everything stays for a successor, to which records that were not released are
+        delivered again.
         """
         if self._closed:
             return
-        self._closed = True
         self._tidy()
+        self._closed = True
         for channel in self._channels.values():
             channel.close(remove=unlink)
         self._channels.clear()
@@ -200,7 +202,12 @@ class SidecarHub:
         if unlink:
             remove_run(self._run_id)
 
+    def _any_ready(self) -> bool:
+        return any(channel.reader.peek() for channel in self._channels.values())
+
     def _tidy(self) -> None:
+        if self._closed:
+            raise TransportError(f"the hub of run {self._run_id} is closed", "make a new one")
         for channel in self._channels.values():
             channel.tidy()
 

@@ -115,7 +115,7 @@ class Doorbell(_Semaphore):
     @property
     def removed(self) -> bool:
         """Whether the name is gone (a clean-up by hand, systemd's RemoveIPC): nobody new can find this bell."""
-        return os.fstat(self._file.fd).st_nlink == 0
+        return os.fstat(self._file.check_open()).st_nlink == 0
 
     def close(self, *, unlink_if_alone: bool = False) -> None:
         """Close it, and remove it when nobody else has it open. Idempotent."""

@@ -406,6 +406,9 @@ def test_close_is_idempotent_and_send_after_it_an_error(run_id):
     hub = SidecarHub(run_id, COLUMNS)
     hub.close(unlink=True)
     hub.close(unlink=True)
+    for use in (hub.receive, lambda: hub.wait(0.0)):
+        with pytest.raises(TransportError, match="closed"):
+            use()
 
 
 def test_a_closed_channel_is_drained_and_reaped(run_id):
