@@ -21,13 +21,13 @@ from mps_trainer.errors import TransportError
 from mps_trainer.transport import layout, names, schema
 from mps_trainer.transport.codec import Bytes, Codec, Measured
 from mps_trainer.transport.counters import ChannelCounters, Mirror
-from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES, RingSettings, SegmentHeader
+from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES, RingSettings
 from mps_trainer.transport.record import KIND_BATCH, RecordHeader
 from mps_trainer.transport.replies import ReplyInbox, Scores, max_reply_rows
 from mps_trainer.transport.ring import RingWriter, feed_ring
 from mps_trainer.transport.segment import Segment, new_header
 from mps_trainer.transport.semaphores import Doorbell, WakeUp
-from mps_trainer.transport.sweep import reclaim_orphans
+from mps_trainer.transport.sweep import create_segment
 
 Backpressure = Literal["drop_oldest", "drop_newest", "block"]
 
@@ -94,10 +94,9 @@ class OperatorChannel:
         """
         description = schema.describe(columns)
         header = new_header(run_id, settings, backpressure, description, schema.digest(description))
-        reclaim_orphans(run_id)
         bell = Doorbell(run_id)
         try:
-            segment = _create_segment(header)
+            segment = create_segment(header)
             try:
                 channel = cls(segment, Codec(columns), bell, backpressure, block_timeout_s)
                 segment.publish()
@@ -165,8 +164,8 @@ class OperatorChannel:
     def receive_scores(self, request_id: int, timeout_s: float) -> Scores | None:
         """Wait for the scores of a batch that was sent with `want_scores`.
 
-        Returns None when they are not there after `timeout_s`, when the run has no living sidecar, or when a part of the
-        batch was dropped. Later replies to the request are then discarded. Blocks its thread; threads may wait for
+        Returns None when they are not there after `timeout_s`, when the run has no living sidecar, or when a part of
+        the batch was dropped. Later replies to the request are then discarded. Blocks its thread; threads may wait for
         different requests at once.
         """
         return self._inbox.receive(request_id, timeout_s)
@@ -299,13 +298,3 @@ class OperatorChannel:
         c.rows_dropped_newest += rows_dropped
         c.lock_timeouts = self._writer.ring.mutex.timeouts
         self._mirror.store()
-
-
-def _create_segment(header: SegmentHeader) -> Segment:
-    try:
-        return Segment.create(header)
-    except TransportError:
-        # Unread records of dead operators are worth less than a living operator's channel.
-        if not reclaim_orphans(header.run_id, keep=0):
-            raise
-    return Segment.create(header)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import layout, names
 from mps_trainer.transport.locks import LockFile
-from mps_trainer.transport.segment import open_checked, read_header, remove
+from mps_trainer.transport.segment import Segment, open_checked, read_header, remove
 from mps_trainer.transport.semaphores import remove_semaphore
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,18 @@ def reclaim_orphans(run_id: str, keep: int = KEEP_ORPHANS) -> int:
     for index in reversed(names.segment_indices(run_id)):
         removed += _remove_dead(run_id, index, wanted)
     return removed
+
+
+def create_segment(header: layout.SegmentHeader) -> Segment:
+    """`Segment.create`, with what dead operators of the run left removed first, all of it where /dev/shm is full."""
+    reclaim_orphans(header.run_id)
+    try:
+        return Segment.create(header)
+    except TransportError:
+        # Unread records of dead operators are worth less than a living operator's channel.
+        if not reclaim_orphans(header.run_id, keep=0):
+            raise
+    return Segment.create(header)
 
 
 def _remove_dead(run_id: str, index: int, wanted: Callable[[int], bool]) -> bool:
