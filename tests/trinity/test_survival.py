@@ -20,7 +20,7 @@ from aux_runs import (
     up,
     wait_for,
 )
-from trinity_harness import TrinityRun
+from trinity_harness import RunningTrinity, TrinityRun
 
 from mps_trainer.errors import RunError
 from mps_trainer.run import State, Status
@@ -29,10 +29,11 @@ STEPS, TASKS, REPEATS = 40, 4, 8
 BATCH = TASKS * REPEATS
 
 
-def wait_for_batches(config, count: int) -> None:
+def wait_for_batches(config, count: int, running: RunningTrinity) -> None:
     """Wait until the sidecar has seen `count` batches: the run is in full swing, with most of its steps to come."""
 
     def seen() -> bool:
+        assert running.process.poll() is None, running.outcome().report()
         try:
             return Status.load(run_folder(config)).experiences >= count * BATCH
         except (RunError, AssertionError):  # no run folder or no status yet
@@ -63,7 +64,7 @@ def test_no_sidecar_at_all(trinity_run: TrinityRun, config) -> None:
 
 def test_a_killed_sidecar_is_restarted_and_goes_on(trinity_run: TrinityRun, config) -> None:
     with trinity_run.engine(config), trinity_run.start(config, MPS_RUN) as running:
-        wait_for_batches(config, 3)
+        wait_for_batches(config, 3, running)
         kill(sidecar_pid(config))
         outcome = running.wait(180)
     assert outcome.returncode == 0, outcome.report()
@@ -84,7 +85,7 @@ def test_a_killed_sidecar_is_restarted_and_goes_on(trinity_run: TrinityRun, conf
 def test_a_killed_driver_leaves_nothing(trinity_run: TrinityRun, config) -> None:
     """`mps-trainer run` is killed: Trinity, sidecar and supervisor end within seconds."""
     with trinity_run.engine(config), trinity_run.start(config, MPS_RUN) as running:
-        wait_for_batches(config, 2)
+        wait_for_batches(config, 2, running)
         pids = {sidecar_pid(config), supervisor_pid(config), *mapping_pids(config)}
         assert len(pids) >= 3, "sidecar, supervisor and Trinity's coordinator"
         kill(running.process.pid)
@@ -99,7 +100,7 @@ def test_after_up_a_killed_driver_leaves_the_sidecar_until_it_idles(trinity_run:
     derived = up(trinity_run, config)
     pid, parent = sidecar_pid(config), supervisor_pid(config)
     with trinity_run.engine(config), trinity_run.start(derived) as running:
-        wait_for_batches(config, 2)
+        wait_for_batches(config, 2, running)
         kill(running.process.pid)
         running.process.wait(10)
         assert alive(pid), "a sidecar that `up` started outlives the driver"
@@ -113,7 +114,7 @@ def test_a_killed_supervisor_leaves_nothing_and_trinity_finishes(trinity_run: Tr
     derived = up(trinity_run, config)
     pid = sidecar_pid(config)
     with trinity_run.engine(config), trinity_run.start(derived) as running:
-        wait_for_batches(config, 2)
+        wait_for_batches(config, 2, running)
         kill(supervisor_pid(config))
         wait_for("the sidecar's end", lambda: not alive(pid), 20)
         outcome = running.wait(180)
