@@ -116,10 +116,10 @@ def report(
     Example: mps-trainer report ckpt/lab/run.mps-trainer/latest
     """
     # Only this command needs it, and it may bring matplotlib.
-    from mps_trainer.report import plot, summarize
+    from mps_trainer.report import describe, plot, summarize
 
-    for key, value in asdict(summarize(run_dir)).items():
-        show.line(f"{key}: {value}")
+    for label, text in describe(summarize(run_dir)):
+        show.line(f"{label:12} {text}")
     picture = png or run_dir / "report.png"
     plot(run_dir, picture)
-    show.line(f"picture: {picture}")
+    show.line(f"{'picture':12} {picture}")

@@ -131,7 +131,9 @@ def _decide_memory(settings: Settings, device: str, machine: Machine) -> tuple[i
             f"{key} asks for {format_size(wish)}, but {where} has {format_size(free)} free of {format_size(total)}",
             f"ask for at most {_largest(free, total, key)}",
         )
-    return wish, f"memory: {format_size(wish)} of {format_size(free)} free on {where}"
+    # Nothing on the CPU holds a process to a size; the sidecar compares its replay buffer with what it finds.
+    limit = ": on the CPU a wish, not a limit" if device == "cpu" else ""
+    return wish, f"memory: {format_size(wish)} of {format_size(free)} free on {where}{limit}"
 
 
 def _largest(free: int, total: int, key: str) -> str:

@@ -2,5 +2,6 @@
 
 from mps_trainer.report.plot import plot
 from mps_trainer.report.summary import RunReport, summarize
+from mps_trainer.report.text import describe
 
-__all__ = ["RunReport", "plot", "summarize"]
+__all__ = ["RunReport", "describe", "plot", "summarize"]

@@ -27,6 +27,7 @@ class RunReport:
         lost: experiences that never reached the sidecar, by the back-pressure policy that dropped them.
         first_loss, last_loss: the mean loss of the first and of the last batch that was trained on.
         first_auc, last_auc: of the first batch, and over the last 1,024 experiences or so; before training on them.
+        losses, aucs: of every batch that has one, in order.
         paths: what there is to look at, by name.
     """
 
@@ -52,6 +53,8 @@ class RunReport:
     last_loss: float | None
     first_auc: float | None
     last_auc: float | None
+    losses: list[float]
+    aucs: list[float]
     paths: dict[str, Path]
 
 
@@ -61,7 +64,7 @@ def summarize(run_dir: Path) -> RunReport:
         raise RunError(f"there is no folder {run_dir}", "give the run folder, <name>.mps-trainer/<run id>")
     status = Status.load(run_dir)
     batches, operator = batch_lines(run_dir), operator_lines(run_dir)
-    losses = _known(batches, "loss")
+    losses, aucs = _known(batches, "loss"), _known(batches, "auc")
     drops = [drop for line in operator for drop in line.get("dropped") or []]
     seen = _total(operator, "seen")
     return RunReport(
@@ -85,8 +88,10 @@ def summarize(run_dir: Path) -> RunReport:
         lost=dict(batches[-1].get("dropped") or {}) if batches else {},
         first_loss=losses[0] if losses else status.first_loss,
         last_loss=losses[-1] if losses else status.loss,
-        first_auc=next(iter(_known(batches, "auc")), status.first_auc),
+        first_auc=next(iter(aucs), status.first_auc),
         last_auc=next(reversed(_known(batches, "auc_window")), status.auc),
+        losses=losses,
+        aucs=aucs,
         paths=_paths(run_dir),
     )
 

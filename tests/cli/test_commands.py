@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mps_trainer.run import State, Status
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("up", "run", "down", "status", "plan", "doctor", "report")
@@ -93,6 +95,21 @@ def test_up_with_a_disabled_operator_says_the_plain_command(mps_trainer: Command
     answer = mps_trainer("up", config)
     assert answer.returncode == 0
     assert answer.stdout == f"enabled is false in {config}: nothing to start. Run: trinity run --config {config}\n"
+
+
+def test_report_prints_sentences_with_separators(mps_trainer: Command, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    Status(run_id="0123abcd", state=State.STOPPED, experiences=3584, batches=14, version=56).save(run_dir)
+    line = {"kind": "batch", "step": 4, "batch": 1, "loss": 0.7, "auc": 0.5, "auc_window": 0.5, "dropped": {}}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    answer = mps_trainer("report", run_dir)
+    assert answer.returncode == 0, answer.stderr
+    assert "experiences  3,584 received in 14 batches" in answer.stdout
+    assert "loss         0.700 first, 0.700 last   [0.70]" in answer.stdout
+    assert f"picture      {run_dir / 'report.png'}" in answer.stdout
+    assert "first_loss" not in answer.stdout
+    assert (run_dir / "report.png").exists()
 
 
 def test_status_and_down_without_runs(mps_trainer: Command, config: Path) -> None:

@@ -107,6 +107,12 @@ def test_more_memory_than_the_gpu_has_recorded_h200(write_config: Write) -> None
     assert "cuda:0 (NVIDIA H200) has 139.8 GiB free of 140.4 GiB" in error.message
 
 
+def test_memory_on_the_cpu_is_called_a_wish(write_config: Write) -> None:
+    [line] = [reason for reason in plan(write_config(settings("device: cpu", "memory: 1GiB")), LAPTOP).reasons
+              if reason.startswith("memory:")]  # fmt: skip
+    assert line == "memory: 1.0 GiB of 8.0 GiB free on this machine: on the CPU a wish, not a limit"
+
+
 def test_a_share_of_memory_is_resolved_to_bytes(write_config: Write) -> None:
     path = write_config(settings("device: cpu", "memory_fraction: 0.25"))
     found = plan(path, LAPTOP)

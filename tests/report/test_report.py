@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mps_trainer.errors import ConfigError, RunError
-from mps_trainer.report import plot, summarize
+from mps_trainer.report import describe, plot, summarize
 from mps_trainer.run import State, Status
 
 
@@ -73,6 +73,31 @@ def test_the_numbers_of_a_run(run_dir: Path) -> None:
     assert report.last_loss == batch_line(20)["loss"]
     assert (report.first_auc, report.last_auc) == (batch_line(1)["auc"], batch_line(20)["auc_window"])
     assert report.paths["checkpoint"].name == "step-80"
+
+
+def test_the_report_reads_well(run_dir: Path) -> None:
+    lines = dict(describe(summarize(run_dir)))
+    assert lines["run"] == "12345678, stopped, on cpu"
+    assert lines["experiences"].startswith("2,560 seen, 2,560 fed to the sidecar, 2,560 received in 20 batches")
+    assert lines["loss"].startswith(f"{batch_line(1)['loss']:.3f} first, {batch_line(20)['loss']:.3f} last   [")
+    assert len(lines["loss"].partition("[")[2].split()) == 14
+    assert lines["AUC"].endswith("] (each batch before training on it)")
+    assert lines["filter"] == "dropped 216 of 2,560, 2,344 passed on (quantile 0.1: 216)"
+    assert lines["lost"] == "30 pushed out of a full ring (drop_oldest); the sidecar never saw them"
+    assert lines["restarts"] == "1"
+    assert lines["checkpoint"].endswith("checkpoints/step-80")
+    assert lines["run folder"] == str(run_dir)
+    assert "error" not in lines
+
+
+def test_the_report_of_a_failed_run_without_a_batch(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [], [])
+    status = Status(run_id="12345678", state=State.FAILED, error="the loss is nan\n  What to do: lower lr")
+    status.save(tmp_path / "run")
+    lines = describe(summarize(tmp_path / "run"))
+    assert ("loss", "none") in lines
+    assert ("AUC", "none") in lines
+    assert lines[lines.index(("error", "the loss is nan")) + 1] == ("", "  What to do: lower lr")
 
 
 def test_a_run_without_operator_lines_or_batches(tmp_path: Path) -> None:
