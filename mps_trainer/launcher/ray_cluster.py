@@ -1,20 +1,21 @@
 """The Ray that a run uses: one that is there, or a private one that starts and ends with the run.
 
-Ray is a command here and never an import. A private one has its own port, its own temporary folder with a short
-path (a Unix socket's path ends at 107 bytes) and its own session; it is ended by its own processes' ids only, since
-Ray's own stop command would end every Ray of the machine.
+Ray is a command here and never an import. A private one has its own ports, its own temporary folder with a short
+path (a Unix socket's path ends at 107 bytes), its own token and its own session; it is ended by its own processes' ids
+only, since Ray's own stop command would end every Ray of the machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -68,7 +69,7 @@ def use_ray(choice: RayChoice, yaml_address: str, progress: Callable[[str], None
         if found is not None:
             yield found
             return
-    with _private_ray(progress, logs) as ray:
+    with private_ray(progress, logs) as ray:
         yield ray
 
 
@@ -119,24 +120,44 @@ def _some_ray_runs() -> bool:
 
 
 @contextlib.contextmanager
-def _private_ray(progress: Callable[[str], None], logs: Path) -> Iterator[Ray]:
+def private_ray(
+    progress: Callable[[str], None],
+    logs: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+) -> Iterator[Ray]:
+    """A one-node cluster of this user alone, up inside the `with`.
+
+    Args:
+        logs: `ray.log` goes there.
+        environment: what Ray's processes get besides this process's own.
+        options: for `ray start`, behind our own, which they override.
+
+    Raises:
+        RunError: it did not come up; the message shows the end of its output.
+    """
+    # Ray opens its temporary folder to every user; the folder above it stays ours (mkdtemp makes it 0700).
     folder = Path(tempfile.mkdtemp(prefix=RAY_FOLDERS.name.rstrip("*"), dir=RAY_FOLDERS.parent))
     # While it is held, `doctor --clean` leaves the folder alone; a SIGKILL of this process drops it.
     lock = try_hold(folder / RAY_FOLDER_LOCK)
-    # A stale ~/.ray/auth_token turns tokens on in `ray start` and not in `ray status`, which `trinity run` asks.
-    environment = {
-        "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
+    # Ray listens on the machine's own address too, and whoever reaches it can run code: with a token of this cluster
+    # nobody else gets in. A stale ~/.ray/auth_token, which half of Ray would heed, does not count beside it either.
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     log = logs / "ray.log"
     started = time.monotonic()
     progress("starting a private Ray (about ten seconds)")
-    inherited = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    head = spawn(_start_command(folder), env={**inherited, **environment}, log=log, dies_with_us=True)
+    inherited = {key: value for key, value in {**os.environ, **(environment or {})}.items() if key != "RAY_ADDRESS"}
+    command = [*_start_command(folder / "ray"), *options]
+    head = spawn(command, env={**inherited, **own}, log=log, dies_with_us=True)
     try:
-        address = _wait_for_address(head, folder, log)
+        address = _wait_for_address(head, folder / "ray", log)
         progress(f"private Ray at {address} after {time.monotonic() - started:.1f} s")
-        yield Ray(f"a private Ray at {address}", {**environment, "RAY_ADDRESS": address})
+        yield Ray(f"a private Ray at {address}", {**own, "RAY_ADDRESS": address})
     finally:
         progress("stopping the private Ray")
         stop_tree(head, grace_s=STOP_SECONDS)
@@ -147,14 +168,21 @@ def _private_ray(progress: Callable[[str], None], logs: Path) -> Iterator[Ray]:
 
 def _start_command(folder: Path) -> list[str]:
     num_cpus = max(os.cpu_count() or 1, _MIN_CPUS)
+    # Every port that has a fixed default, so that two clusters of one machine never meet.
+    client, agent_http, agent_grpc, runtime_env, metrics = _free_ports(5)
     return [
         find_executable("ray"),
         "start",
         "--head",
         "--block",
         "--port=0",
-        f"--ray-client-server-port={_free_port()}",
-        f"--dashboard-agent-listen-port={_free_port()}",
+        f"--ray-client-server-port={client}",
+        f"--dashboard-agent-listen-port={agent_http}",
+        f"--dashboard-agent-grpc-port={agent_grpc}",
+        f"--runtime-env-agent-port={runtime_env}",
+        f"--metrics-export-port={metrics}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
         "--node-ip-address=127.0.0.1",
         f"--temp-dir={folder}",
         f"--num-cpus={num_cpus}",
@@ -166,21 +194,26 @@ def _start_command(folder: Path) -> list[str]:
 def _wait_for_address(head: subprocess.Popen[bytes], folder: Path, log: Path) -> str:
     deadline = time.monotonic() + START_SECONDS
     address = folder / "ray_current_cluster"
+    # The raylet's socket comes last: before it there is an address, and no node.
+    raylet = "session_2*/sockets/raylet"
     while time.monotonic() < deadline:
         if head.poll() is not None:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
             raise RunError(f"`ray start` ended with {describe_exit(head.returncode)}:\n{tail}", f"see {log}")
-        if "Ray runtime started" in log.read_text(errors="replace") and address.exists():
+        up = "Ray runtime started" in log.read_text(errors="replace")
+        if up and address.exists() and any(folder.glob(raylet)):
             return address.read_text().strip()
         time.sleep(_POLL_S)
     raise RunError(f"`ray start` was not up after {START_SECONDS:.0f} s", f"see {log}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago; all are held until the last is chosen, so they differ."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def stop_tree(head: subprocess.Popen[bytes], *, grace_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from mps_trainer.errors import ConfigError, RunError
 from mps_trainer.launcher.executables import find_executable
-from mps_trainer.launcher.ray_cluster import use_ray
+from mps_trainer.launcher.ray_cluster import _start_command, use_ray
 
 
 def ray_processes(folder: str) -> list[psutil.Process]:
@@ -35,9 +36,28 @@ def test_a_private_ray_answers_and_leaves_nothing(tmp_path: Path, monkeypatch: p
         )
         assert status.returncode == 0
         assert ray_processes(str(folder))
+        # Ray makes its own folder 0777; nobody else gets through the one above it.
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert (folder / "ray" / "session_latest").exists()
+        strangers = {**os.environ, **ray.environment, "RAY_AUTH_TOKEN": "0" * 64}
+        refused = subprocess.run([find_executable("ray"), "status"], env=strangers, capture_output=True, timeout=60)
+        assert refused.returncode != 0, "somebody without the token got in"
     assert not ray_processes(str(folder))
     assert not folder.exists()
     assert any(line.startswith("private Ray at ") for line in lines)
+
+
+def test_a_private_ray_shares_no_port_and_no_folder_with_another(tmp_path: Path) -> None:
+    one, other = _start_command(tmp_path), _start_command(tmp_path)
+    ports = [[int(item.rpartition("=")[2]) for item in command if "-port=" in item] for command in (one, other)]
+    chosen = [port for port in ports[0] if port]
+    assert len(set(chosen)) == len(chosen) == 5
+    # 0 lets Ray choose. These are the ports that `ray start --help` names with a default.
+    for name in (
+        "--port", "--ray-client-server-port", "--dashboard-agent-listen-port", "--dashboard-agent-grpc-port",
+        "--runtime-env-agent-port", "--metrics-export-port", "--min-worker-port", "--max-worker-port",
+    ):  # fmt: skip
+        assert any(item.startswith(f"{name}=") for item in one), name
 
 
 def test_a_ray_address_where_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
