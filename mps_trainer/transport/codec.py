@@ -96,8 +96,11 @@ class Codec:
         return ranges
 
     def message(self, measured: Measured, start: int, stop: int) -> Message:
-        """The metadata for rows start..stop."""
-        return self.layout.message(stop - start, measured.totals(start, stop))
+        """The metadata for rows start..stop. Raises TransportError where 32-bit offsets cannot reach."""
+        totals = measured.totals(start, stop)
+        if max(totals) > MAX_ELEMENTS:
+            raise TransportError(f"a column of {max(totals)} elements in one record", "lower ring_slot below 2 GiB")
+        return self.layout.message(stop - start, totals)
 
     def write(self, measured: Measured, start: int, stop: int, message: Message, out: Bytes) -> None:
         """Write rows start..stop as `message` to the beginning of `out`, every byte of it, padding included.

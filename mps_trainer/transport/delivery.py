@@ -44,6 +44,8 @@ class Lessor(Protocol):
 class Delivery:
     """One record, leased. A context manager: leaving it releases.
 
+    One that is dropped without a release keeps its slot; the record is not acknowledged, and the next sidecar gets it.
+
     Attributes:
         header: which record this is; `header.request_id`, `part`, `parts`, `num_rows`, `want_scores`,
         `sent_ns`, `channel`, `seq`.

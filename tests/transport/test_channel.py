@@ -1,9 +1,11 @@
 """One channel in good times: order, policies when full, splitting, scores, several operators, waiting."""
 
+import gc
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,6 +167,8 @@ def test_a_slow_reader_loses_nothing_under_block(run_id):
         while len(seen) < 39:
             with take(hub) as delivery:
                 seen.append(delivery.header.request_id)
+                while len(seen) == 1 and hub.producers()[0].backlog < SMALL.num_slots:
+                    hub._bell.wait(0.01)
                 hub._bell.wait(0.002)  # a slow reader
         assert seen == list(range(1, 40))
         assert child.line() == "0 True"
@@ -337,6 +341,25 @@ def test_two_operators_and_one_of_them_killed(run_id):
         assert other.wait() == 0
         assert hub.reap() == 2
         assert hub.producers() == []
+        hub.close(unlink=True)
+
+
+def test_operators_that_come_and_go_leave_no_mapping_and_no_descriptor(run_id):
+    def held():
+        return Path("/proc/self/maps").read_text().count(f"mpst.{run_id}"), len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    with SidecarHub(run_id, COLUMNS) as hub:
+        before = held()
+        for i in range(30):
+            with OperatorChannel.create(run_id, COLUMNS, SMALL) as channel:
+                send(channel, i)
+                with take(hub) as delivery:
+                    delivery.reply(np.zeros(3, np.float32), 1)
+            del delivery, channel
+            assert hub.reap() == 1
+            gc.collect()
+        assert held() == before
         hub.close(unlink=True)
 
 
