@@ -1,42 +1,38 @@
 """What dead runs left: files in the state folder and names in /dev/shm, found and removed by rule.
 
-The rule is the locks: a run's files are left over when its locks are free, a segment when both ends' life locks are
-free, a doorbell when nobody has it open, a channel's semaphores with their segment or a minute after it, the folder
-of a private Ray when the process that started it is gone. A lock that is held overrules everything. Shared memory of
-a run that our state folder does not know may belong to a run under another state folder which is between two lives;
-it gets ten minutes.
+The rule is the locks: a run's files are left over when its locks are free, the folder of a private Ray when the
+process that started it is gone, and for /dev/shm the rules of `mps_trainer.transport.sweep` hold. Shared memory of a
+run that our state folder does not know may belong to a run under another state folder which is between two lives; it
+gets ten minutes.
 
-`mps_trainer.transport` has the same rules; they are here once more, for names only, because the transport brings
-pyarrow, and a supervisor has to stay small.
+Names, layout and locks are the transport's own. Its sweep is not called here because it brings numpy, and a
+supervisor has to stay small; a test compares the two on the same objects.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import re
 import shutil
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mps_trainer.errors import TransportError
 from mps_trainer.run import RunPaths, is_held, is_run_alive, run_paths, state_dir
+from mps_trainer.transport import layout, names
+from mps_trainer.transport.locks import LockFile
 
-SHM = Path("/dev/shm")
+SHM = Path(names.SHM_DIR)
 RAY_FOLDERS = Path("/tmp/mpst-ray-*")  # short, because Ray puts Unix sockets in there
 RAY_FOLDER_LOCK = "owner.lock"
-_NAME = re.compile(
-    r"mpst\.(?P<segment_of>[A-Za-z0-9][\w-]{0,23})\.(?P<index>\d{1,4})"
-    r"|sem\.mpst\.(?P<bell_of>[A-Za-z0-9][\w-]{0,23})\.bell"
-    r"|sem\.mpst\.(?P<semaphore_of>[A-Za-z0-9][\w-]{0,23})\.(?P<channel>\d{1,4})\.[rs]",
-    re.ASCII,
-)
 _UNKNOWN_RUN_SECONDS = 600.0
-_LONE_SEMAPHORE_SECONDS = 60.0  # younger than this, an operator may just be making its channel
-_WHOLE_FILE = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+# Younger than this, an operator may just be making its channel, and has not locked it yet.
+_UNFINISHED_SECONDS = 60.0
+_BELL = -1
+_LARGEST_HEADER = 64 * layout.PAGE
+_LIFE_LOCKS = (layout.LOCK_OPERATOR_LIFE, layout.LOCK_SIDECAR_LIFE)
 
 
 @dataclass(frozen=True)
@@ -52,11 +48,12 @@ class Leftover:
 class _ShmObject:
     run_id: str
     path: Path
-    channel: str = ""  # of a semaphore: the index of its segment
+    channel: int  # _BELL for the run's doorbell
+    is_segment: bool
 
     @property
     def segment(self) -> Path:
-        return SHM / f"mpst.{self.run_id}.{self.channel}"
+        return SHM / names.segment_name(self.run_id, self.channel).lstrip("/")
 
 
 def remove_run(paths: RunPaths, run_id: str) -> None:
@@ -99,7 +96,10 @@ def _dead_objects(known: set[str]) -> list[_ShmObject]:
     return [
         item
         for item in _shm_objects()
-        if not is_run_alive(item.run_id) and (item.run_id in known or _age(item.path) > _UNKNOWN_RUN_SECONDS)
+        if not is_run_alive(item.run_id)
+        and (item.run_id in known or _age(item.path) > _UNKNOWN_RUN_SECONDS)
+        # Whatever our state folder says: who has the doorbell open works for the run.
+        and not _is_bell_in_use(item.run_id)
     ]
 
 
@@ -126,44 +126,87 @@ def _dead_ray_folders() -> list[Path]:
 
 
 def _shm_objects() -> list[_ShmObject]:
+    """Objects of ours, segments first: they take their semaphores along."""
     found = []
-    for path in sorted(SHM.glob("*mpst.*")):
-        match = _NAME.fullmatch(path.name)
-        with contextlib.suppress(FileNotFoundError):
-            if match is not None and path.lstat().st_uid == os.getuid():
-                run_id = match["segment_of"] or match["bell_of"] or match["semaphore_of"]
-                found.append(_ShmObject(run_id, path, match["channel"] or ""))
-    return found
+    for entry in names.entries():
+        path = SHM / entry
+        with contextlib.suppress(FileNotFoundError, TransportError):
+            if segment := names.parse_segment(entry):
+                names.check_private_file(path.lstat(), entry)
+                found.append(_ShmObject(segment[0], path, segment[1], True))
+            elif semaphore := names.parse_semaphore(entry):
+                names.check_private_file(path.lstat(), entry)
+                channel = _BELL if semaphore[1] == "bell" else int(semaphore[1].partition(".")[0])
+                found.append(_ShmObject(semaphore[0], path, channel, False))
+    return sorted(found, key=lambda item: not item.is_segment)
+
+
+@contextlib.contextmanager
+def _lock_file(path: Path) -> Iterator[LockFile | None]:
+    """The locks of an object; None when it is gone, or none of ours."""
+    try:
+        file = LockFile(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+    except OSError:
+        yield None
+        return
+    try:
+        names.check_private_file(os.fstat(file.fd), str(path))
+    except TransportError:
+        yield None
+    else:
+        yield file
+    finally:
+        file.close()
+
+
+def _is_bell_in_use(run_id: str) -> bool:
+    with _lock_file(Path(names.semaphore_path(names.bell_name(run_id)))) as file:
+        return file is not None and file.held_elsewhere(0)
 
 
 def _is_free(item: _ShmObject) -> bool:
-    if not item.channel:
-        return not is_held(item.path)
+    if item.is_segment:
+        with _lock_file(item.path) as file:
+            return file is not None and _is_segment_free(file, item.run_id)
+    if item.channel == _BELL:
+        return not _is_bell_in_use(item.run_id)
     if item.segment.exists():
-        return not is_held(item.segment)
-    return _age(item.path) > _LONE_SEMAPHORE_SECONDS
+        with _lock_file(item.segment) as file:
+            return file is not None and _is_segment_free(file, item.run_id)
+    return _age(item.path) > _UNFINISHED_SECONDS
+
+
+def _is_segment_free(file: LockFile, run_id: str) -> bool:
+    if any(file.held_elsewhere(lock) for lock in _LIFE_LOCKS):
+        return False
+    return _is_finished(file.fd, run_id) or time.time() - os.fstat(file.fd).st_mtime > _UNFINISHED_SECONDS
+
+
+def _is_finished(descriptor: int, run_id: str) -> bool:
+    """Whether a segment has a valid header of its run."""
+    try:
+        raw = os.pread(descriptor, _LARGEST_HEADER, 0)
+        return layout.unpack_header(raw, os.fstat(descriptor).st_size).run_id == run_id
+    except TransportError:
+        return False
 
 
 def _remove_shm(item: _ShmObject) -> None:
-    if item.channel:
-        if not item.segment.exists() and _age(item.path) > _LONE_SEMAPHORE_SECONDS:
+    if not item.is_segment and item.channel != _BELL:
+        if not item.segment.exists() and _age(item.path) > _UNFINISHED_SECONDS:
             item.path.unlink(missing_ok=True)
         return
-    try:
-        descriptor = os.open(item.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        # Gone, or a symlink, which is none of ours.
-        return
-    try:
-        # Who has the whole file has both life locks of a segment, and the one of a doorbell.
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WHOLE_FILE)
-        for suffix in ("r", "s"):
-            (SHM / f"sem.{item.path.name}.{suffix}").unlink(missing_ok=True)
+    with _lock_file(item.path) as file:
+        if file is None or (item.is_segment and not _is_segment_free(file, item.run_id)):
+            return
+        if not all(file.try_lock(lock) for lock in (_LIFE_LOCKS if item.is_segment else (0,))):
+            return
+        if os.fstat(file.fd).st_nlink == 0:
+            return
+        if item.is_segment:
+            for name in (names.space_name, names.reply_name):
+                Path(names.semaphore_path(name(item.run_id, item.channel))).unlink(missing_ok=True)
         item.path.unlink(missing_ok=True)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(descriptor)
 
 
 def _size(path: Path) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mps_trainer.launcher.process import ProcessIdentity
+from mps_trainer.transport import RingSettings, layout
+from mps_trainer.transport.segment import new_header
 
 FAKE_SIDECAR = Path(__file__).with_name("fake_sidecar.py")
 
@@ -32,6 +34,15 @@ data_processor:
           ring_slot: 1MiB
           ready_timeout: 20s
 """
+
+
+def segment_content(run_id: str) -> bytes:
+    """A whole small segment as an operator of the run makes it."""
+    header = new_header(run_id, RingSettings(2, 4096), "drop_oldest", b"{}", bytes(32))
+    content = bytearray(header.segment_bytes)
+    content[: layout.STATIC_BYTES] = header.pack()
+    content[layout.SCHEMA : layout.SCHEMA + 2] = b"{}"
+    return bytes(content)
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 15.0) -> None:

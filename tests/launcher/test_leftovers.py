@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launcher_helpers import segment_content
 
 from mps_trainer.launcher.leftovers import find_leftovers, remove_leftovers, remove_run
 from mps_trainer.run import new_run_id, run_paths, try_hold
+from mps_trainer.transport import layout
 
 SHM = Path("/dev/shm")
 
@@ -29,11 +31,14 @@ def make(*names: str) -> list[Path]:
     paths = [SHM / name for name in names]
     for path in paths:
         path.write_bytes(b"x")
+        path.chmod(0o600)
     return paths
 
 
 def objects_of(run_id: str) -> list[Path]:
-    return make(f"mpst.{run_id}.0", f"sem.mpst.{run_id}.0.s", f"sem.mpst.{run_id}.0.r", f"sem.mpst.{run_id}.bell")
+    paths = make(f"mpst.{run_id}.0", f"sem.mpst.{run_id}.0.s", f"sem.mpst.{run_id}.0.r", f"sem.mpst.{run_id}.bell")
+    paths[0].write_bytes(segment_content(run_id))
+    return paths
 
 
 def test_objects_of_a_dead_run_are_removed(run_id: str) -> None:
@@ -57,8 +62,8 @@ def test_objects_of_a_live_run_stay(run_id: str) -> None:
 def test_a_segment_that_a_process_holds_stays_whatever_our_state_folder_says(run_id: str) -> None:
     paths = objects_of(run_id)
     descriptor = os.open(paths[0], os.O_RDWR)
-    # The life lock of one end: one byte somewhere in the segment.
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 4001, 1, 0))
+    life = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, layout.LOCK_OPERATOR_LIFE, 1, 0)
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, life)
     remove_run(run_paths(run_id), run_id)
     assert [path.exists() for path in paths] == [True, True, True, False]
     os.close(descriptor)
