@@ -66,7 +66,7 @@ class RingIn:
         self.mapped = np.frombuffer(self.segment.readonly, np.uint8)
 
     def receive(self):
-        while (claimed := self._claim()) is None:
+        while (claimed := self.reader.claim()) is None:
             self.bell.wait(1.0)
         self.bell.consume()
         self.slot, seq = claimed
@@ -76,9 +76,6 @@ class RingIn:
         generation = self.segment.header.generation
         header = unpack_record(raw, generation=generation, seq=seq, capacity=ring.capacity, kind=KIND_BATCH)
         return self.mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + header.payload_bytes]
-
-    def _claim(self):
-        return self.reader.claim() if self.reader.peek() else None
 
     def done(self):
         if self.reader.release(self.slot) is Released.WAKE:

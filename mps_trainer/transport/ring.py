@@ -138,8 +138,10 @@ class RingWriter:
         return victim
 
     def _find_free(self) -> None:
-        words = self.ring.words.tolist()
-        self._known_free = words.index(FREE) if FREE in words else None
+        try:
+            self._known_free = self.ring.words.tolist().index(FREE)
+        except ValueError:
+            self._known_free = None
 
 
 class RingReader:
