@@ -44,13 +44,17 @@ class Ending:
         self._last_alive = time.monotonic()
         self._patience_s = self._idle_timeout_s
 
-    def check(self) -> bool:
-        """Whether there is a reason to end."""
+    def is_asked(self) -> bool:
+        """Whether a signal came or the supervisor is gone. Cheap: asked after every training step."""
         if not is_held(self._paths.supervisor_lock):
             self.orphaned = True
             self.reason = self.reason or "the supervisor is gone (its lock has dropped)"
-        elif self._may_idle and time.monotonic() - self._last_alive > self._patience_s:
-            self.reason = self.reason or f"no operator for {self._patience_s:g} s (idle_timeout)"
+        return bool(self.reason)
+
+    def check(self) -> bool:
+        """Whether there is a reason to end; idling is one too, so ask only where operators were looked for."""
+        if not self.is_asked() and self._may_idle and time.monotonic() - self._last_alive > self._patience_s:
+            self.reason = f"no operator for {self._patience_s:g} s (idle_timeout)"
         return bool(self.reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

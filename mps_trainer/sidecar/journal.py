@@ -1,12 +1,14 @@
 """The journal: every acknowledged record since the last checkpoint, so that a killed sidecar loses none.
 
-    journal/<n>.log    records, appended before their slot is released; checkpoint k says at which n it ends
+    journal/<n>.log    records, appended before their slot is released
 
     record = 4 s "MPSJ" | u32 header bytes | u64 payload bytes | u32 crc32 of header and payload | header | payload
 
-The header is JSON, the payload the record's bytes as they stood in shared memory (Arrow IPC). A file begins where
-a checkpoint was taken; older files are deleted once the checkpoint is in place. What a killed process had begun to
-append is a torn tail: it was never acknowledged, so it is cut off and the record is delivered again.
+The header is JSON, the payload the record's bytes as they stood in shared memory (Arrow IPC). A checkpoint says at
+which place of which file the first record stands that the model has not had (`position`); a successor reads on from
+there. Every life and every checkpoint begin a file; those before the position are deleted once the checkpoint is in
+place. What a killed process had begun to append is a torn tail: it was never acknowledged, so it is cut off and the
+record is delivered again.
 
 There is no fsync: this guards against the death of the process, not of the machine. After a power cut the run
 itself is gone, and its last checkpoint is what remains.
@@ -19,7 +21,6 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,21 @@ _HEAD = struct.Struct("<4sIQI")
 
 
 class Journal:
-    """Append-only files of records in `folder`, of which the newest is written."""
+    """Append-only files of records in `folder`: the newest is written, and read up to `position`.
 
-    def __init__(self, folder: Path, number: int = 0) -> None:
+    Args:
+        number, place: the position that the checkpoint names; (0, 0) without one.
+    """
+
+    def __init__(self, folder: Path, number: int = 0, place: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._number = number
+        self._reading = number
+        self._place = place
+        self.drop_before(number)
+        older = self._files()
+        # A file of one's own, because an older one may end in a torn tail.
+        self._number = max(older) + 1 if older else number
         self._descriptor = -1
         self._size = 0
         self._open()
@@ -47,9 +57,20 @@ class Journal:
         return self._number
 
     @property
+    def position(self) -> tuple[int, int]:
+        """Number of the file and place in it, in bytes, of the first record that was not read."""
+        return self._reading, self._place
+
+    @property
     def nbytes(self) -> int:
-        """Bytes in the file that is being written."""
-        return self._size
+        """Bytes in all its files."""
+        return sum(self._path(number).stat().st_size for number in self._files())
+
+    @property
+    def unread(self) -> int:
+        """Bytes from the position on: 0 when everything has been read."""
+        later = [number for number in self._files() if number >= self._reading]
+        return sum(self._path(number).stat().st_size for number in later) - self._place
 
     def append(self, header: dict[str, Any], payload: memoryview | bytes) -> None:
         """Write one record. RunError when it does not fit on the disk; nothing of it is left then."""
@@ -71,31 +92,31 @@ class Journal:
             )
         self._size += needed
 
+    def read(self) -> tuple[dict[str, Any], memoryview] | None:
+        """The next record, oldest first; None when there is no more. A torn tail is cut off."""
+        while True:
+            record = self._read_here()
+            if record is not None or self._reading == self._number:
+                return record
+            self._reading, self._place = self._reading + 1, 0
+
+    def skip(self) -> None:
+        """Count as read what has been appended, because the model had it without reading it here."""
+        self._reading, self._place = self._number, self._size
+
     def begin_next(self) -> int:
-        """Start the next file, for what follows the checkpoint that is being taken; its number."""
+        """Start the next file, for what follows the checkpoint that is being taken; its number. Only with all read."""
         self.close()
         self._number += 1
         self._open()
+        self.skip()
         return self._number
 
     def drop_before(self, number: int) -> None:
         """Delete the files that a checkpoint has made superfluous."""
-        for path in self._folder.glob("*.log"):
-            if int(path.stem) < number:
-                path.unlink(missing_ok=True)
-
-    def records(self) -> Iterator[tuple[dict[str, Any], memoryview]]:
-        """Every whole record of the files from this one's number on, oldest first; a torn tail is cut off."""
-        numbers = sorted(int(path.stem) for path in self._folder.glob("*.log"))
-        for number in numbers:
-            if number >= self._number:
-                yield from self._read(self._path(number))
-        latest = max([*numbers, self._number])
-        if latest != self._number:
-            self.close()
-            self._number = latest
-            self._open()
-        self._size = os.fstat(self._descriptor).st_size
+        for found in self._files():
+            if found < number:
+                self._path(found).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file. Calling it again does nothing."""
@@ -111,18 +132,25 @@ class Journal:
         self._descriptor = os.open(self._path(self._number), flags, 0o600)
         self._size = os.fstat(self._descriptor).st_size
 
-    def _read(self, path: Path) -> Iterator[tuple[dict[str, Any], memoryview]]:
-        size = path.stat().st_size
-        place = 0
+    def _files(self) -> list[int]:
+        return sorted(int(path.stem) for path in self._folder.glob("*.log"))
+
+    def _read_here(self) -> tuple[dict[str, Any], memoryview] | None:
+        path = self._path(self._reading)
+        size = path.stat().st_size if path.exists() else 0
+        if self._place >= size:
+            return None
         with path.open("rb") as file:
-            while place < size:
-                record = _read_record(file.read(_HEAD.size), file.read)
-                if record is None:
-                    _log.warning("cut a torn tail of %d bytes off %s", size - place, path)
-                    os.truncate(path, place)
-                    return
-                yield record
-                place = file.tell()
+            file.seek(self._place)
+            record = _read_record(file.read(_HEAD.size), file.read)
+            if record is not None:
+                self._place = file.tell()
+                return record
+        _log.warning("cut a torn tail of %d bytes off %s", size - self._place, path)
+        os.truncate(path, self._place)
+        if self._reading == self._number:
+            self._size = self._place
+        return None
 
 
 def _read_record(head: bytes, read: Any) -> tuple[dict[str, Any], memoryview] | None:

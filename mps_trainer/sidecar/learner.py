@@ -79,11 +79,6 @@ class Learner:
         """Whether a batch has come in whole since the last `close_batch`; its steps, if any, are due."""
         return self._finished > 0
 
-    @property
-    def between_batches(self) -> bool:
-        """Whether every batch that is in has had its steps, so that a checkpoint may be taken."""
-        return self.steps_due == 0
-
     def knows(self, name: RecordName) -> bool:
         """Whether this very record was taken before: it is delivered again after a kill before its release."""
         return name.key in self._recent
@@ -135,10 +130,15 @@ class Learner:
         return loss
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Arrays and plain JSON values of everything beside the trainer's own state."""
+        """Arrays and plain JSON values of everything beside the trainer's own state.
+
+        Between two steps of a batch too; only the AUC of that very batch is then not told by the successor.
+        """
         arrays, replay = self.replay.state()
         return arrays, {
             "counters": asdict(self.counters),
+            "steps_due": self.steps_due,
+            "finished_batches": self._finished,
             "open_batches": self._open,
             "recent_records": list(self._recent),
             "auc_window": self._window.state(),
@@ -149,6 +149,8 @@ class Learner:
         """Take over what `state` returned."""
         self.replay.load_state(arrays, state["replay"])
         self.counters = Counters(**state["counters"])
+        self.steps_due = state["steps_due"]
+        self._finished = state["finished_batches"]
         self._open = dict(state["open_batches"])
         self._recent.extend((record, sent_ns) for record, sent_ns in state["recent_records"])
         self._window.load_state(state["auc_window"])

@@ -1,10 +1,9 @@
-"""Before READY: threads and device settled, the task built and tried, what a predecessor left taken over."""
+"""Before READY: threads and device settled, the task built and tried, the newest checkpoint loaded."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +16,12 @@ from mps_trainer.errors import PlacementError, TaskError
 from mps_trainer.run import RunRecord
 from mps_trainer.sidecar.checkpoint import Checkpoint, load_newest, save_checkpoint
 from mps_trainer.sidecar.journal import Journal
-from mps_trainer.sidecar.learner import Learner, RecordName
+from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.replay import ReplayBuffer
+from mps_trainer.sidecar.replay_memory import check_replay_memory
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.sidecar.worst_case import worst_case_batch
 from mps_trainer.tasks import load_task, wire_columns
-from mps_trainer.transport import decode_batch
 
 _log = logging.getLogger(__name__)
 
@@ -43,15 +42,17 @@ class Learning:
     resumed_from: int | None = None
 
     def save(self) -> None:
-        """Take a checkpoint and cut the journal. Only between batches."""
-        assert self.learner.between_batches
+        """Take a checkpoint, between two steps, and delete the part of the journal that it makes superfluous."""
         begin = time.monotonic()
+        if not self.journal.unread:
+            self.journal.begin_next()
+        position = self.journal.position
         arrays, state = self.learner.state()
-        state |= {"journal": self.journal.begin_next(), "columns": _describe(self.columns)}
+        state |= {"journal": position, "columns": _describe(self.columns)}
         path = save_checkpoint(
             self.checkpoint_folder, self.learner.trainer, Checkpoint(replay=arrays, state=state), self.keep_checkpoints
         )
-        self.journal.drop_before(self.journal.number)
+        self.journal.drop_before(position[0])
         _log.info("checkpoint %s in %.0f ms", path.name, (time.monotonic() - begin) * 1e3)
 
 
@@ -79,6 +80,7 @@ def build_learning(record: RunRecord, settings: Settings) -> Learning:
     """Build the task under the run's seed, try its worst case, and load the newest checkpoint if there is one."""
     task = load_task(settings.task, settings.task_args)
     columns = wire_columns(task)
+    check_replay_memory(columns, settings, record.device)
     trainer = Trainer(task, settings.batch_size, settings.seed, record.device)
     begin = time.monotonic()
     trainer.dry_step(worst_case_batch(columns, settings.batch_size))
@@ -86,38 +88,23 @@ def build_learning(record: RunRecord, settings: Settings) -> Learning:
     learner = Learner(trainer, ReplayBuffer(columns, settings.replay_capacity, settings.seed), settings)
     run_dir = Path(record.run_dir)
     found = load_newest(run_dir / "checkpoints", trainer)
-    number = 0
+    position = (0, 0)
     if found is not None:
         if found.state["columns"] != _describe(columns):
             raise TaskError(
                 "the task's columns are not those of the run's checkpoint", "start a new run after changing a task"
             )
         learner.load_state(found.replay, found.state)
-        number = found.state["journal"]
+        position = tuple(found.state["journal"])
         _log.info("resumed from step %d with %d experiences", trainer.step, len(learner.replay))
     return Learning(
         learner=learner,
         columns=columns,
-        journal=Journal(run_dir / "journal", number),
+        journal=Journal(run_dir / "journal", *position),
         checkpoint_folder=run_dir / "checkpoints",
         keep_checkpoints=settings.keep_checkpoints,
         resumed_from=found.state["step"] if found is not None else None,
     )
-
-
-def replay_journal(learning: Learning, train: Callable[[], None]) -> int:
-    """Take the records that were acknowledged after the checkpoint; `train` runs what falls due. Their number."""
-    count = 0
-    learning.journal.drop_before(learning.journal.number)
-    for header, payload in learning.journal.records():
-        batch = decode_batch(payload, learning.columns)
-        learning.learner.evaluate(batch)
-        learning.learner.take(RecordName(**header), batch)
-        train()
-        count += 1
-    if count:
-        _log.info("took %d records of the journal, now at step %d", count, learning.learner.trainer.step)
-    return count
 
 
 def _describe(columns: tuple[Column, ...]) -> list[str]:

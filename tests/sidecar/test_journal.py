@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,15 @@ from mps_trainer.errors import RunError
 from mps_trainer.sidecar.journal import Journal
 
 
+def records(journal: Journal) -> list[tuple[dict[str, Any], bytes]]:
+    found = []
+    while (record := journal.read()) is not None:
+        found.append((record[0], bytes(record[1])))
+    return found
+
+
 def payloads(journal: Journal) -> list[bytes]:
-    return [bytes(payload) for _, payload in journal.records()]
+    return [payload for _, payload in records(journal)]
 
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:
@@ -20,9 +28,37 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
     for i in range(5):
         journal.append({"seq": i}, memoryview(bytes([i]) * i))
     journal.close()
-    found = list(Journal(tmp_path).records())
+    found = records(Journal(tmp_path))
     assert [header["seq"] for header, _ in found] == [0, 1, 2, 3, 4]
-    assert [bytes(payload) for _, payload in found] == [bytes([i]) * i for i in range(5)]
+    assert [payload for _, payload in found] == [bytes([i]) * i for i in range(5)]
+
+
+def test_a_successor_reads_on_at_the_position_and_what_it_appends_comes_after_a_torn_tail(tmp_path: Path) -> None:
+    first = Journal(tmp_path)
+    first.append({}, b"had")
+    first.skip()
+    position = first.position
+    first.append({}, b"next")
+    first.append({}, b"torn")
+    first.close()
+    os.truncate(tmp_path / "0.log", first.nbytes - 1)
+    second = Journal(tmp_path, *position)
+    second.append({}, b"new")
+    assert second.read() == ({}, b"next")
+    position = second.position
+    assert payloads(second) == [b"new"]
+    assert second.unread == 0
+    assert payloads(Journal(tmp_path, *position)) == [b"new"]
+
+
+def test_what_was_had_without_reading_is_skipped(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append({}, b"live")
+    assert journal.unread > 0
+    journal.skip()
+    assert (journal.unread, journal.read()) == (0, None)
+    journal.append({}, b"later")
+    assert payloads(journal) == [b"later"]
 
 
 @pytest.mark.parametrize("lost", [1, 10, 99, 100, 105, 120])
@@ -58,14 +94,15 @@ def test_a_checkpoint_cuts_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append({}, b"before")
     number = journal.begin_next()
+    assert journal.position == (number, 0)
     journal.append({}, b"after")
     # Killed before the checkpoint was in place: both files count.
-    assert payloads(Journal(tmp_path, 0)) == [b"before", b"after"]
+    assert payloads(Journal(tmp_path)) == [b"before", b"after"]
     journal.drop_before(number)
-    assert [path.name for path in tmp_path.iterdir()] == ["1.log"]
     resumed = Journal(tmp_path, number)
+    assert not (tmp_path / "0.log").exists()
     assert payloads(resumed) == [b"after"]
-    assert resumed.nbytes == (tmp_path / "1.log").stat().st_size
+    assert resumed.nbytes == (tmp_path / f"{number}.log").stat().st_size
 
 
 def test_a_full_disk_is_told_and_leaves_no_half_record(tmp_path: Path) -> None:

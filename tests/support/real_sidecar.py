@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from mps_trainer.config import load_settings
+from mps_trainer.launcher.sidecar_process import sidecar_environment
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, Status, new_run_id, run_paths, try_hold
 from mps_trainer.tasks import load_task, wire_columns
 from mps_trainer.transport import OperatorChannel, RingSettings, leftovers
@@ -67,7 +68,7 @@ class Run:
         reader, writer = os.pipe()
         command = command or (sys.executable, "-m", "mps_trainer.sidecar")
         arguments = [*command, "--run-file", str(self.paths.run_file), "--ready-fd", str(writer)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = sidecar_environment(self.record, os.environ)
         with (self.run_dir / "sidecar.log").open("ab") as log:
             child = subprocess.Popen(arguments, pass_fds=[writer], stdout=log, stderr=log, env=environment)
         self.children.append(child)
@@ -102,7 +103,8 @@ class Run:
         self.supervisor.release()
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(10)
+                # The drain may take 10 s, and a checkpoint follows it.
+                child.wait(20)
             if child.poll() is None:
                 child.kill()
                 child.wait()

@@ -1,0 +1,67 @@
+"""The line of metrics.jsonl that tells of one batch, collected while the batch is scored and trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mps_trainer.columns import Array
+from mps_trainer.sidecar.learner import Learner
+from mps_trainer.sidecar.metrics import MetricsLog, quantiles
+
+_STEPS_PER_LINE = 50
+
+
+class BatchReport:
+    """Collects, and writes a `step` line every so many steps and a `batch` line at the end."""
+
+    def __init__(self, metrics: MetricsLog, learner: Learner) -> None:
+        self._metrics = metrics
+        self._learner = learner
+        self._forget()
+
+    def scored(self, scores: Array, ms: float) -> None:
+        """A part of the batch was scored."""
+        self._scores.append(scores)
+        self._score_ms += ms
+
+    def stepped(self, loss: float, ms: float) -> None:
+        """One training step was taken."""
+        self._losses.append(loss)
+        self._train_ms += ms
+        if len(self._losses) % _STEPS_PER_LINE == 0 and self._learner.steps_due:
+            self._metrics.write("step", {"step": self._learner.trainer.step, "loss": loss})
+
+    def write(self, auc: float | None, backlog: int, dropped: Mapping[str, int]) -> None:
+        """End the batch with its line.
+
+        Args:
+            auc: on this batch, before its steps.
+            backlog: records that wait in the rings.
+            dropped: experiences that never arrived, by policy, over the run so far.
+        """
+        counters, losses = self._learner.counters, self._losses
+        self._metrics.write(
+            "batch",
+            {
+                "step": self._learner.trainer.step,
+                "batch": counters.batches,
+                "loss": sum(losses) / len(losses) if losses else None,
+                "auc": auc,
+                "auc_window": counters.auc,
+                "experiences": counters.experiences,
+                "duplicates": counters.duplicates,
+                "trained": counters.trained,
+                "replay_size": len(self._learner.replay),
+                "score_ms": round(self._score_ms, 3),
+                "step_ms": round(self._train_ms / len(losses), 3) if losses else None,
+                "scores": quantiles(self._scores),
+                "backlog": backlog,
+                "dropped": dict(dropped),
+            },
+        )
+        self._forget()
+
+    def _forget(self) -> None:
+        self._scores: list[Array] = []
+        self._losses: list[float] = []
+        self._score_ms = self._train_ms = 0.0

@@ -1,0 +1,258 @@
+"""The sidecar's loop. One thread.
+
+    consumes     records of all operators' channels, before them what a predecessor left in the journal
+    produces     scores, status.json, metrics.jsonl, checkpoints, journal
+    waits for    the doorbell; unblocked by an operator's send, a signal, its time limit
+
+    READY -> catch up: journal records the checkpoint lacks, one by one
+          -> loop: wait for the doorbell -> records, oldest first:
+                 score and reply, if asked | evaluate | journal | replay buffer | release | steps | metrics | checkpoint
+          -> drain: rings emptied into the journal, its records and steps taken within a time limit, checkpoint, STOPPED
+
+Scores come first and are given by the model as it is, which has not seen these experiences: that makes them an
+honest test too. The loop ends for a signal, for the supervisor's death and when no operator lives (`ending.py`);
+it looks after every record and every step. A slot is released only when its record is in the journal: one whose
+journaling failed stays in the ring for the successor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mps_trainer.config import Settings
+from mps_trainer.errors import CorruptRecordError
+from mps_trainer.run import RunRecord, State, Status
+from mps_trainer.sidecar.batch_report import BatchReport
+from mps_trainer.sidecar.ending import Ending
+from mps_trainer.sidecar.learner import RecordName
+from mps_trainer.sidecar.metrics import MetricsLog
+from mps_trainer.sidecar.ready import ReadyPipe
+from mps_trainer.sidecar.startup import Learning
+from mps_trainer.transport import Delivery, SidecarHub, decode_batch
+
+_log = logging.getLogger(__name__)
+_WAIT_S = 0.25
+_STATUS_S = 2.0
+_MAX_JOURNAL_BYTES = 512 * 2**20
+#: For scores, records and steps at the end: well below the supervisor's grace, which has to hold a checkpoint too.
+_DRAIN_S = 10.0
+
+
+class Sidecar:
+    """The loop around a `Learning`; see the drawing above."""
+
+    def __init__(
+        self, record: RunRecord, settings: Settings, learning: Learning, status: Status, ending: Ending
+    ) -> None:
+        self._run_dir = Path(record.run_dir)
+        self._settings = settings
+        self._learning = learning
+        self._journal = learning.journal
+        self._learner = learning.learner
+        self._trainer = learning.learner.trainer
+        self._status = status
+        self._ending = ending
+        self._metrics = MetricsLog(self._run_dir)
+        self._report = BatchReport(self._metrics, self._learner)
+        self._hub = SidecarHub(record.run_id, learning.columns)
+        ending.wake_with(self._hub.wake)
+        self._saved_at_step = self._trainer.step
+        self._status_saved = 0.0
+        self._behind = True
+        self._gone: dict[str, int] = {}
+
+    def serve(self, ready: ReadyPipe) -> None:
+        """Report READY, take over what a predecessor left, work until there is a reason to end, and end in order."""
+        self._tell_of_resuming()
+        self._set_state(State.READY)
+        ready.ready()
+        _log.info("ready: step %d, %d experiences", self._trainer.step, len(self._learner.replay))
+        self._metrics.open_tensorboard()
+        while not self._ending.check():
+            if self._behind:
+                self._catch_up(self._ending.is_asked)
+            else:
+                self._hub.wait(_WAIT_S)
+                self._take_records(limit=64)
+            self._look_around()
+        _log.info("ending: %s", self._ending.reason)
+        self._drain()
+        self._set_state(State.STOPPED)
+        self._hub.close(unlink=True)
+
+    def close(self, *, unlink: bool = False) -> None:
+        """Leave nothing in flight on the device and nothing open; without `unlink` channels stay for a successor."""
+        self._trainer.synchronize()
+        self._journal.close()
+        self._metrics.close()
+        self._hub.close(unlink=unlink)
+
+    def _tell_of_resuming(self) -> None:
+        self._status.resumed_from = self._learning.resumed_from
+        if self._learning.resumed_from is not None or self._status.restarts:
+            self._metrics.write("resume", {"step": self._trainer.step, "batch": self._learner.counters.batches})
+        if self._journal.unread:
+            _log.info("%d bytes of the journal are to be taken first", self._journal.unread)
+
+    def _catch_up(self, stop: Callable[[], bool]) -> None:
+        """Take one record of the journal, as far as `stop` allows; after the last one we are no longer behind."""
+        self._train_due(stop)
+        if self._learner.steps_due:
+            return
+        record = self._journal.read()
+        if record is None:
+            self._behind = False
+            return
+        name = RecordName(**record[0])
+        # It stands there twice when it was delivered again and journaled before the first one was taken.
+        if not self._learner.knows(name):
+            batch = decode_batch(record[1], self._learning.columns)
+            self._learner.evaluate(batch)
+            self._learner.take(name, batch)
+            self._train_due(stop)
+
+    def _take_records(self, limit: int) -> None:
+        for _ in range(limit):
+            delivery = self._receive()
+            if delivery is None:
+                return
+            self._take(delivery)
+            delivery.release()
+            self._train_due(self._ending.is_asked)
+            if self._ending.is_asked():
+                return
+
+    def _receive(self) -> Delivery | None:
+        while True:
+            try:
+                return self._hub.receive()
+            except CorruptRecordError as error:  # noqa: PERF203  # rare, and the loop ends with the first good one
+                _log.warning("skipped a record: %s", error)
+
+    def _take(self, delivery: Delivery) -> None:
+        if delivery.header.want_scores:
+            self._score(delivery)
+        name = _name(delivery)
+        if self._learner.knows(name):
+            return
+        self._learner.evaluate(delivery.batch)
+        self._journal.append(dataclasses.asdict(name), delivery.payload)
+        self._learner.take(name, delivery.batch)
+        self._journal.skip()
+
+    def _score(self, delivery: Delivery) -> None:
+        begin = time.monotonic()
+        scores = self._trainer.score(delivery.batch)
+        delivery.reply(scores, self._trainer.step)
+        self._report.scored(scores, (time.monotonic() - begin) * 1e3)
+        self._learner.counters.scored += delivery.header.num_rows
+
+    def _train_due(self, stop: Callable[[], bool]) -> None:
+        """The steps that are due until `stop`; after the last, the metrics of the batch and perhaps a checkpoint."""
+        if not self._learner.batch_is_in:
+            return
+        while self._learner.steps_due:
+            if stop():
+                return
+            begin = time.monotonic()
+            loss = self._learner.train_step()
+            self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
+        backlog = sum(producer.backlog for producer in self._hub.producers())
+        self._report.write(self._learner.close_batch(), backlog, self._dropped())
+        self._save_status()
+        large = not self._behind and self._journal.nbytes > _MAX_JOURNAL_BYTES
+        if large or self._trainer.step - self._saved_at_step >= self._settings.checkpoint_every:
+            self._save()
+
+    def _look_around(self) -> None:
+        """Notice operators that live and that died; refresh the status now and then."""
+        for producer in self._hub.producers():
+            if producer.alive:
+                self._ending.operator_seen()
+        self._reap()
+        if time.monotonic() - self._status_saved > _STATUS_S:
+            self._save_status()
+
+    def _reap(self) -> None:
+        before = self._dropped()
+        if self._hub.reap():
+            after = self._dropped()
+            for name, count in before.items():
+                self._gone[name] = self._gone.get(name, 0) + count - after[name]
+
+    def _dropped(self) -> dict[str, int]:
+        """Experiences that never arrived, by the policy that dropped them, over all operators of the run so far."""
+        sent = [producer.sent for producer in self._hub.producers()]
+        return {
+            "oldest": sum(counters.rows_dropped_oldest for counters in sent) + self._gone.get("oldest", 0),
+            "newest": sum(counters.rows_dropped_newest for counters in sent) + self._gone.get("newest", 0),
+        }
+
+    def _drain(self) -> None:
+        deadline = time.monotonic() + _DRAIN_S
+
+        def late() -> bool:
+            return time.monotonic() >= deadline
+
+        self._set_state(State.DRAINING)
+        self._empty_rings(late)
+        self._behind = True
+        while self._behind and not late():
+            self._catch_up(late)
+        if not self._behind:
+            self._learner.finish_open_batches()
+            self._train_due(late)
+        if self._learner.steps_due or self._journal.unread:
+            _log.warning(
+                "after %g s of draining %d training steps were not taken and %d bytes of records wait in the journal",
+                _DRAIN_S, self._learner.steps_due, self._journal.unread,
+            )  # fmt: skip
+        if self._trainer.step != self._saved_at_step or self._journal.nbytes:
+            self._save()
+        self._reap()
+
+    def _empty_rings(self, late: Callable[[], bool]) -> None:
+        """Everything into the journal first: that takes milliseconds, and what is there is not lost."""
+        self._hub.find_new()
+        # As many as there are now: an operator that goes on sending must not keep us here.
+        for _ in range(sum(producer.backlog for producer in self._hub.producers())):
+            delivery = self._receive()
+            if delivery is None:
+                return
+            name = _name(delivery)
+            if not self._learner.knows(name):
+                self._journal.append(dataclasses.asdict(name), delivery.payload)
+            if delivery.header.want_scores and not late():
+                self._score(delivery)
+            delivery.release()
+
+    def _save(self) -> None:
+        self._learning.save()
+        self._saved_at_step = self._trainer.step
+
+    def _set_state(self, state: State) -> None:
+        self._status.state = state
+        self._save_status()
+
+    def _save_status(self) -> None:
+        for name, value in dataclasses.asdict(self._learner.counters).items():
+            setattr(self._status, name, value)
+        self._status.version = self._trainer.step
+        self._status.replay_size = len(self._learner.replay)
+        self._status.memory_bytes = _resident_bytes()
+        self._status.save(self._run_dir)
+        self._status_saved = time.monotonic()
+
+
+def _name(delivery: Delivery) -> RecordName:
+    header = delivery.header
+    return RecordName(header.channel, header.seq, header.request_id, header.part, header.parts, header.sent_ns)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
