@@ -75,7 +75,7 @@ class Supervisor:
         """Supervise to the end of the run; the exit code of the process."""
         while True:
             sidecar = self._start()
-            problem = self._watch(sidecar, self._ready_timeout)
+            problem = self._watch(sidecar)
             code = sidecar.child.poll()
             if code is None:
                 if self._asked_to_end:
@@ -115,15 +115,14 @@ class Supervisor:
         self._restarts_in_a_row += 1
         return float(min(_FIRST_BACKOFF_S * 2 ** (self._restarts_in_a_row - 1), _LONGEST_BACKOFF_S))
 
-    def _watch(self, sidecar: SidecarProcess, ready_timeout_s: float, *, last: bool = False) -> str:
+    def _watch(self, sidecar: SidecarProcess) -> str:
         """Until the sidecar ends, fails to get ready, or the run shall end; says what happened to the sidecar.
 
-        Args:
-            last: the run shall end already, and only READY is waited for.
+        A successor gets the time to become ready even then: before, it could not take what its predecessor left.
         """
         self._selector.register(sidecar.ready_fd, selectors.EVENT_READ)
         waiting = True
-        deadline = time.monotonic() + ready_timeout_s
+        begin, limit_s = time.monotonic(), self._ready_timeout
         try:
             while True:
                 ready_fd = sidecar.ready_fd
@@ -139,10 +138,12 @@ class Supervisor:
                 code = sidecar.child.poll()
                 if code is not None:
                     return f"it ended with {describe_exit(code)}"
-                if self._asked_to_end and not (last and waiting):
+                if self._asked_to_end and not (waiting and self._restarts):
                     return "asked to end"
-                if waiting and time.monotonic() > deadline:
-                    return f"it was not ready after {ready_timeout_s:.0f} s"
+                if self._asked_to_end:
+                    limit_s = min(limit_s, self._grace_s)
+                if waiting and time.monotonic() - begin > limit_s:
+                    return f"it was not ready after {limit_s:.0f} s"
         finally:
             if sidecar.ready_fd >= 0:
                 self._selector.unregister(sidecar.ready_fd)
@@ -182,7 +183,7 @@ class Supervisor:
     def _end_between_two_lives(self) -> int:
         """One more sidecar takes what is in the rings and the journal, and saves it."""
         sidecar = self._start()
-        return self._end(sidecar, self._watch(sidecar, min(self._ready_timeout, self._grace_s), last=True))
+        return self._end(sidecar, self._watch(sidecar))
 
     def _end(self, sidecar: SidecarProcess, problem: str) -> int:
         log.info("ending sidecar %d: %s", sidecar.pid, self._asked_to_end)

@@ -34,6 +34,10 @@ def main() -> int:
         os.write(options.ready_fd, (json.dumps(answer) + "\n").encode())
 
     asked = []
+    if options.behaviour == "slow":
+        # As the real one, which imports torch first: before that a SIGTERM just ends it.
+        note(f"slow start {os.getpid()}")
+        time.sleep(1.5)
     signal.signal(signal.SIGTERM, lambda *_: note("SIGTERM") or asked.append(True))
     lock = try_hold(paths.sidecar_lock, str(os.getpid()))
     assert lock is not None
@@ -46,8 +50,6 @@ def main() -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     if options.behaviour == "silent":
         time.sleep(60)
-    if options.behaviour == "slow":
-        time.sleep(1.5)
     Status(run_id=record.run_id, state=State.READY, pid=os.getpid()).save(run_dir)
     tell(state="ready")
     if options.behaviour == "task-error-later":

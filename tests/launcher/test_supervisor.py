@@ -163,6 +163,15 @@ def test_an_end_during_the_backoff_drains_with_one_more_sidecar(write_config: Wr
     assert run.status().state is State.STOPPED
 
 
+def test_an_end_while_a_successor_starts_lets_it_get_ready_and_drain(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("slow"))
+    kill(run.sidecar_pid, signal.SIGKILL)
+    wait_for(lambda: [line[:4] for line in fake_log(run.run_dir)].count("slow") == 2, "a successor")
+    assert run.stop() is Ended.BY_ITSELF
+    assert fake_log(run.run_dir)[-2:] == ["SIGTERM", "saved"]
+    assert run.status().state is State.STOPPED
+
+
 def test_an_end_during_the_backoff_whose_last_sidecar_crashes_is_failed(write_config: Write, fake: Fake) -> None:
     run = start(write_config(), fake("crash-when-ready"))
     wait_for(lambda: run.status().state is State.RESTARTING, "RESTARTING")
