@@ -112,7 +112,7 @@ class Header:
 class Whole:
     """A segment in use whose first pages, words and slots are overwritten by the mutant's bytes."""
 
-    weight = 1
+    weight = 4
     seeds = tuple(struct.pack("<IQ", at, 1) for at in (0, 48, 192, 512, 1024, 1536, 2048, 4096, 4224, 4320))
 
     def run(self, raw):

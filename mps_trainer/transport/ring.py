@@ -31,6 +31,7 @@ from mps_trainer.transport.segment import Segment
 
 FREE, READY, READING = 0, 1, 2
 _STATE = 3
+_MAX_SEQ = 2**48
 
 
 class Released(enum.Enum):
@@ -96,7 +97,8 @@ class RingWriter:
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self.next_seq = 1 + max(word >> 2 for word in ring.words.tolist())
+        # After a predecessor's records; a number that no ring can have reached is a corrupt word, and would overflow.
+        self.next_seq = 1 + max((seq for word in ring.words.tolist() if (seq := word >> 2) < _MAX_SEQ), default=0)
         self._known_free: int | None = None
 
     def reserve(self) -> int | None:

@@ -86,6 +86,13 @@ def test_another_version_is_refused_with_both_versions_named(run_id):
         unpack_header(b"MPSTCHAN" + (9).to_bytes(4, "little") + bytes(4084), 4096)
 
 
+@pytest.mark.parametrize("word", [2**64 - 8, 2**64 - 7, 2**64 - 6, 2**64 - 5])
+@pytest.mark.parametrize("states", [layout.FEED_STATES, layout.REPLY_STATES])
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_sequence_number_at_the_end_of_the_range_overflows_nothing(run_id, word, states, attached):
+    attack(run_id, ROWS, at(states, "<Q", word), attached=attached)
+
+
 def test_words_that_mean_nothing_give_no_slot_away_for_ever(run_id):
     def mutate(memory):
         struct.pack_into("<2Q", memory, layout.FEED_STATES, 3, 2**64 - 1)
