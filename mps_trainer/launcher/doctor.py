@@ -17,6 +17,7 @@ from mps_trainer.errors import MpsTrainerError
 from mps_trainer.launcher.leftovers import find_leftovers
 from mps_trainer.launcher.machine import Machine, read_machine
 from mps_trainer.launcher.plan import CHANNEL_OVERHEAD
+from mps_trainer.mps import checks as mps_checks
 from mps_trainer.run import STATE_DIR_VARIABLE, live_runs, state_dir
 
 Version = tuple[int, ...]
@@ -59,6 +60,7 @@ def run_checks() -> list[Check]:
         check_shared_memory(machine),
         check_state_folder(),
         *check_gpu(machine, shutil.which("nvidia-cuda-mps-control")),
+        *check_mps(machine),
         check_leftovers(),
     ]
 
@@ -176,6 +178,14 @@ def check_gpu(machine: Machine, control_binary: str | None) -> Iterator[Check]:
             "nvidia-cuda-mps-control is not on PATH",
             "it comes with the driver; in a container, let the runtime mount it (NVIDIA_DRIVER_CAPABILITIES=all)",
         )
+
+
+def check_mps(machine: Machine) -> list[Check]:
+    """What would stand in the way of sharing a GPU; nothing where there is none."""
+    if not machine.gpu.gpus:
+        return []
+    found = mps_checks.run_checks(mps_checks.read_surroundings())
+    return [Check(f"mps: {check.name}", Level(check.level), check.found, check.todo) for check in found]
 
 
 def check_leftovers() -> Check:

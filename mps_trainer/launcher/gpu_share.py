@@ -122,6 +122,15 @@ class GpuShare:
                 self._gone = why
             self._guard.notify_all()
 
+    def sidecar_has_ended(self, pid: int) -> str:
+        """Tell engines that the sidecar is gone; names who broke the GPU, if somebody did, for the run's status."""
+        self.sidecar_is_gone("it has ended", for_good=False)
+        faults = self.new_faults()
+        for fault in faults:
+            who = "the sidecar" if fault.pid == pid else f"process {fault.pid}"
+            log.error("fatal GPU error caused by %s; it ended the clients %s", who, fault.torn_down)
+        return "".join(f"; the MPS server names process {fault.pid} for a fatal GPU error" for fault in faults)
+
     def new_faults(self) -> list[GpuFault]:
         """Fatal GPU errors that the server has logged since the last call."""
         faults = self.daemon.faults()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mps_trainer.errors import TransportError
+from mps_trainer.mps.sweep import sweep_daemons
 from mps_trainer.run import RunPaths, is_held, is_run_alive, run_paths, state_dir
 from mps_trainer.transport import layout, names
 from mps_trainer.transport.locks import LockFile
@@ -86,6 +87,7 @@ def remove_leftovers() -> list[Leftover]:
         _remove_shm(item)
     for folder in _dead_ray_folders():
         shutil.rmtree(folder, ignore_errors=True)
+    sweep_daemons(is_run_alive)
     # Last, because they are what makes a run known.
     for path in state_files:
         path.unlink(missing_ok=True)

@@ -10,17 +10,23 @@ import psutil
 
 from mps_trainer.launcher.gpu import GpuReading, read_gpus
 from mps_trainer.launcher.leftovers import SHM
+from mps_trainer.mps.checks import read_surroundings, run_checks
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One reading of this machine; sizes in bytes."""
+    """One reading of this machine; sizes in bytes.
+
+    Attributes:
+        mps_problems: ("cuda:<n>", or what it is about, and what rules MPS out there).
+    """
 
     memory_total: int
     memory_free: int
     shm_total: int
     shm_free: int
     gpu: GpuReading = field(default_factory=GpuReading)
+    mps_problems: tuple[tuple[str, str], ...] = ()
 
 
 def read_machine() -> Machine:
@@ -28,13 +34,19 @@ def read_machine() -> Machine:
     memory = psutil.virtual_memory()
     limit, used = _cgroup_memory()
     shm = os.statvfs(SHM)
+    gpu = read_gpus()
     return Machine(
         memory_total=min(memory.total, limit) if limit else memory.total,
         memory_free=min(memory.available, max(limit - used, 0)) if limit else memory.available,
         shm_total=shm.f_frsize * shm.f_blocks,
         shm_free=shm.f_frsize * shm.f_bavail,
-        gpu=read_gpus(),
+        gpu=gpu,
+        mps_problems=_mps_problems() if gpu.gpus else (),
     )
+
+
+def _mps_problems() -> tuple[tuple[str, str], ...]:
+    return tuple((c.name, c.found) for c in run_checks(read_surroundings()) if c.level == "problem")
 
 
 def _cgroup_memory() -> tuple[int, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mps_trainer.config import Settings, format_size
 from mps_trainer.errors import ConfigError, PlacementError
 from mps_trainer.launcher.gpu import Gpu
+from mps_trainer.launcher.gpu_share import DEFAULT_POOL
 from mps_trainer.launcher.machine import Machine
 from mps_trainer.launcher.trinity_config import TrinityConfig
 
@@ -28,7 +29,7 @@ class Plan:
     """A resolved placement.
 
     Attributes:
-        device: "cpu" or "cuda:<n>".
+        device: "cpu", "cuda:<n>", or "cuda": the GPU of the first rollout engine.
         mps: "on" or "off".
         memory: the sidecar's reservation in bytes; None leaves it to the task.
         shm: bytes of /dev/shm for one operator's channel.
@@ -60,7 +61,13 @@ def make_plan(config: TrinityConfig, machine: Machine) -> Plan:
             "set device: cpu in the operator's args, or use mode: explore or both",
         )
     mps, why_mps = _decide_mps(config, device, machine)
+    if mps == "on" and settings.device == "auto" and len(machine.gpu.gpus) > 1:
+        # Ray decides which GPU an engine gets, and it has not yet.
+        device, why_device = "cuda", "device: the GPU of the first rollout engine, which summons the sidecar"
     memory, why_memory = _decide_memory(settings, device, machine)
+    if mps == "on" and memory is None:
+        memory = DEFAULT_POOL
+        why_memory = f"memory: {format_size(memory)}, the default on a shared GPU; it never changes during the run"
     shm = settings.ring_slots * settings.ring_slot + CHANNEL_OVERHEAD
     _check_shm(settings, shm, machine)
     why_shm = f"shared memory: {format_size(shm)} for each operator, {format_size(machine.shm_free)} free in /dev/shm"
@@ -101,7 +108,7 @@ def _decide_mps(config: TrinityConfig, device: str, machine: Machine) -> tuple[s
     elif device == "cpu":
         obstacle = "the sidecar trains on the CPU"
     else:
-        obstacle = why_no_mps_on_this_gpu()
+        obstacle = why_no_mps(device, machine)
     if not obstacle:
         return "on", "mps: on, the GPU is shared with the rollout"
     if wish == "on":
@@ -109,9 +116,10 @@ def _decide_mps(config: TrinityConfig, device: str, machine: Machine) -> tuple[s
     return "off", f"mps: off, since {obstacle}"
 
 
-def why_no_mps_on_this_gpu() -> str:
-    """Why a GPU cannot be shared through MPS; "" when it can. Today: never, the daemon and the proof are not built."""
-    return "sharing a GPU through MPS is not built yet"
+def why_no_mps(device: str, machine: Machine) -> str:
+    """Why this GPU cannot be shared through MPS; "" when nothing speaks against it."""
+    about = [(name, found) for name, found in machine.mps_problems if name == device or not name.startswith("cuda:")]
+    return "; ".join(f"{name}: {found}" for name, found in about)
 
 
 def _decide_memory(settings: Settings, device: str, machine: Machine) -> tuple[int | None, str]:
@@ -144,7 +152,7 @@ def _largest(free: int, total: int, key: str) -> str:
 
 
 def _gpu_of(device: str, machine: Machine) -> Gpu:
-    return machine.gpu.gpus[int(device.removeprefix("cuda:"))]
+    return machine.gpu.gpus[int(device.removeprefix("cuda:")) if ":" in device else 0]
 
 
 def _check_shm(settings: Settings, need: int, machine: Machine) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mps_trainer.errors import AlreadyRunningError
 from mps_trainer.launcher.process import ProcessIdentity
-from mps_trainer.run import HeldLock, RunPaths, holder_note, state_dir, try_hold
+from mps_trainer.run import HeldLock, RunPaths, RunRecord, holder_note, state_dir, try_hold
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,22 @@ def take_run_locks(paths: RunPaths, *, run_id: str, config: str, derived: str, n
             raise _already_running(path, what)
         held.append(lock)
     return held
+
+
+def hold_run_locks(record: RunRecord, paths: RunPaths, descriptors: Sequence[int]) -> list[HeldLock]:
+    """Take over the locks that `up` handed down, or take them where it did not."""
+    if not descriptors:
+        return take_run_locks(
+            paths,
+            run_id=record.run_id,
+            config=record.config,
+            derived=record.derived_config,
+            namespace=record.ray_namespace,
+        )
+    locks = [HeldLock.adopt(descriptor) for descriptor in descriptors]
+    for lock in locks:
+        lock.write_note(Holder.me(record.run_id, record.config).note())
+    return locks
 
 
 def _already_running(lock: Path, what: str) -> AlreadyRunningError:

@@ -25,6 +25,9 @@ def sidecar_environment(record: RunRecord, inherited: Mapping[str, str]) -> dict
     env = {**inherited, **dict.fromkeys(_THREAD_VARIABLES, threads), "PYTHONUNBUFFERED": "1"}
     if record.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
+    elif record.mps == "on":
+        # The sidecar sets what it needs by itself, once it is known which GPU it goes to.
+        env.pop("CUDA_VISIBLE_DEVICES", None)
     else:
         # cuda:<n> counts as NVML does, over all GPUs, whatever this shell happens to hide.
         env.pop("CUDA_VISIBLE_DEVICES", None)
@@ -86,8 +89,10 @@ class SidecarProcess:
 
     def _yield_to_the_rollout(self) -> None:
         try:
-            # When memory runs out, the kernel should take the sidecar and not the rollout.
-            Path(f"/proc/{self.pid}/oom_score_adj").write_text(str(_OOM_SCORE))
+            # When memory runs out, the kernel should take the sidecar and not the rollout. A client of MPS that dies
+            # with work in flight may take the rollout along, so there the kernel should find somebody else.
+            if self._record.mps != "on":
+                Path(f"/proc/{self.pid}/oom_score_adj").write_text(str(_OOM_SCORE))
             if self._record.device == "cpu":
                 os.setpriority(os.PRIO_PROCESS, self.pid, _NICE_ON_CPU)
         except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
 import selectors
 import signal
@@ -26,20 +25,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from mps_trainer.errors import MpsTrainerError, RunError
+from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.launcher.leftovers import remove_run
 from mps_trainer.launcher.process import describe_exit
 from mps_trainer.launcher.reports import Reporter
-from mps_trainer.launcher.run_locks import Holder, take_run_locks
+from mps_trainer.launcher.restarts import RestartBudget
+from mps_trainer.launcher.run_locks import hold_run_locks
 from mps_trainer.launcher.sidecar_process import SIDECAR_COMMAND, SidecarProcess
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, Status, exit_codes, is_held
 
 log = logging.getLogger("mps_trainer.supervisor")
 
-_FIRST_BACKOFF_S = 0.5
-_LONGEST_BACKOFF_S = 30.0
 _OWNER_CHECK_S = 0.5
-# A life that lasts this long after READY shows that the sidecar can work; what came before no longer counts.
-_HEALTHY_S = 600.0
+# An engine measures memory for a minute or two; after this it hangs, and its start is lost anyway.
+_ENGINE_START_S = 600.0
 GRACE_S = 30.0
 
 
@@ -54,18 +53,16 @@ class Supervisor:
         *,
         command: Sequence[str] = SIDECAR_COMMAND,
         grace_s: float = GRACE_S,
+        share: GpuShare | None = None,
     ) -> None:
         self._record = record
+        self._share = share
         self._run_file = run_file
         self._reporter = reporter
         self._command = command
         self._grace_s = grace_s
         self._ready_timeout = float(record.settings["ready_timeout"])
-        self._max_restarts = int(record.settings["max_restarts"])
-        self._restarts = 0
-        self._restarts_in_a_row = 0
-        self._was_ready = False
-        self._ready_since = math.inf
+        self._restarts = RestartBudget(int(record.settings["max_restarts"]))
         self._asked_to_end = ""
         self._reported_failure = ("", "")
         self._selector = selectors.DefaultSelector()
@@ -73,6 +70,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise to the end of the run; the exit code of the process."""
+        if self._share is not None and not self._share.is_placed and self._wait_for_engine(self._share):
+            return 0
         while True:
             sidecar = self._start()
             problem = self._watch(sidecar)
@@ -82,38 +81,47 @@ class Supervisor:
                     return self._end(sidecar, "asked to end")
                 sidecar.stop(self._grace_s)
                 code = exit_codes.CRASHED
+            if self._share is not None:
+                problem += self._share.sidecar_has_ended(sidecar.pid)
             log.info("sidecar %d ended: %s", sidecar.pid, problem)
             if code == exit_codes.OK:
                 return exit_codes.OK
-            if code in exit_codes.FINAL or not self._was_ready:
+            if code in exit_codes.FINAL or not self._restarts.was_ready:
                 return self._fail(*self._explain(sidecar, problem), code)
-            backoff_s = self._count_restart()
-            if self._restarts_in_a_row > self._max_restarts:
-                return self._fail(
-                    f"the sidecar ended {self._restarts_in_a_row} times ({problem}); "
-                    f"max_restarts is {self._max_restarts}",
-                    f"see {sidecar.log}",
-                    exit_codes.CRASHED,
-                )
-            self._save_status(State.RESTARTING, f"{problem}; restart {self._restarts_in_a_row} of {self._max_restarts}")
-            if self._pause(backoff_s):
+            backoff_s = self._restarts.count()
+            count, limit = self._restarts.in_a_row, self._restarts.limit
+            if self._restarts.is_spent:
+                error = f"the sidecar ended {count} times ({problem}); max_restarts is {limit}"
+                return self._fail(error, f"see {sidecar.log}", exit_codes.CRASHED)
+            self._save_status(State.RESTARTING, f"{problem}; restart {count} of {limit}")
+            if self._pause(backoff_s) or (self._share is not None and self._wait_for_gpu(self._share)):
                 return self._end_between_two_lives()
 
     def _start(self) -> SidecarProcess:
         self._reported_failure = ("", "")
-        self._ready_since = math.inf
+        self._restarts.note_start()
         sidecar = SidecarProcess(self._record, self._run_file, self._command)
         self._reporter.progress(f"sidecar started (process {sidecar.pid}), waiting until it is ready")
         log.info("sidecar %d started", sidecar.pid)
         return sidecar
 
-    def _count_restart(self) -> float:
-        """Count a restart; how long to wait before it."""
-        if time.monotonic() - self._ready_since >= _HEALTHY_S:
-            self._restarts_in_a_row = 0
-        self._restarts += 1
-        self._restarts_in_a_row += 1
-        return float(min(_FIRST_BACKOFF_S * 2 ** (self._restarts_in_a_row - 1), _LONGEST_BACKOFF_S))
+    def _wait_for_engine(self, share: GpuShare) -> bool:
+        """Until the first rollout engine says which GPU it is on; True when the run shall end instead."""
+        self._reporter.progress("device: auto: the sidecar takes its place when the first rollout engine starts")
+        self._save_status(State.STARTING, "")
+        self._reporter.ready(0)
+        while not self._asked_to_end and not share.is_placed:
+            self._wait(_OWNER_CHECK_S)
+        return bool(self._asked_to_end)
+
+    def _wait_for_gpu(self, share: GpuShare, limit_s: float = _ENGINE_START_S) -> bool:
+        """Until no engine measures memory and the MPS server takes new clients; True when the run shall end instead."""
+        end = time.monotonic() + limit_s
+        while not self._asked_to_end and time.monotonic() < end:
+            if not share.must_not_change and share.server_is_clean():
+                break
+            self._wait(_OWNER_CHECK_S)
+        return bool(self._asked_to_end)
 
     def _watch(self, sidecar: SidecarProcess) -> str:
         """Until the sidecar ends, fails to get ready, or the run shall end; says what happened to the sidecar.
@@ -138,7 +146,7 @@ class Supervisor:
                 code = sidecar.child.poll()
                 if code is not None:
                     return f"it ended with {describe_exit(code)}"
-                if self._asked_to_end and not (waiting and self._restarts):
+                if self._asked_to_end and not (waiting and self._restarts.total):
                     return "asked to end"
                 if self._asked_to_end:
                     limit_s = min(limit_s, self._grace_s)
@@ -151,9 +159,10 @@ class Supervisor:
 
     def _take_answer(self, sidecar: SidecarProcess, answer: dict[str, str]) -> None:
         if answer["state"] == "ready":
-            self._was_ready = True
-            self._ready_since = time.monotonic()
+            self._restarts.note_ready()
             log.info("sidecar %d is ready", sidecar.pid)
+            if self._share is not None:
+                self._share.sidecar_is_ready()
             self._reporter.ready(sidecar.pid)
             if self._reporter.abandoned:
                 self._asked_to_end = self._asked_to_end or "the command that started the run was gone before READY"
@@ -174,6 +183,8 @@ class Supervisor:
         return f"the sidecar could not go on: {problem}\n{sidecar.log_tail()}", f"see {sidecar.log}"
 
     def _fail(self, error: str, todo: str, code: int) -> int:
+        if self._share is not None:
+            self._share.sidecar_is_gone(error, for_good=True)
         message = _with_todo(error, todo)
         log.error("%s", message)
         self._save_status(State.FAILED, message)
@@ -202,13 +213,15 @@ class Supervisor:
             status = Status.load(run_dir)
         except RunError:
             status = Status(run_id=self._record.run_id, device=self._record.device)
-        replace(status, state=state, pid=0, restarts=self._restarts, error=error).save(run_dir)
+        replace(status, state=state, pid=0, restarts=self._restarts.total, error=error).save(run_dir)
 
     def _listen_for_signals(self) -> int:
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing)
+        if self._share is not None:
+            self._share.wake = lambda: os.write(writing, b"\0")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note_signal)
         # A handler is needed for the wake-up; the death itself is read from the child.
@@ -227,6 +240,8 @@ class Supervisor:
             os.read(self._wakeup, 4096)
         if self._record.owner_lock and not is_held(Path(self._record.owner_lock)):
             self._asked_to_end = self._asked_to_end or "the process that owns the run is gone"
+        if self._share is not None:
+            self._share.prove_engines()
         return descriptor in ready
 
     def _pause(self, seconds: float) -> bool:
@@ -239,21 +254,6 @@ class Supervisor:
 
 def _with_todo(error: str, todo: str) -> str:
     return f"{error}\n  What to do: {todo}" if todo else error
-
-
-def _hold_locks(record: RunRecord, paths: RunPaths, descriptors: Sequence[int]) -> list[HeldLock]:
-    if not descriptors:
-        return take_run_locks(
-            paths,
-            run_id=record.run_id,
-            config=record.config,
-            derived=record.derived_config,
-            namespace=record.ray_namespace,
-        )
-    locks = [HeldLock.adopt(descriptor) for descriptor in descriptors]
-    for lock in locks:
-        lock.write_note(Holder.me(record.run_id, record.config).note())
-    return locks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -271,11 +271,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     reporter = Reporter(options.report_fd)
     paths = RunPaths(options.run_file)
     locks: list[HeldLock] = []
+    share: GpuShare | None = None
     try:
         record = RunRecord.load(options.run_file)
-        locks = _hold_locks(record, paths, options.lock_fd)
+        locks = hold_run_locks(record, paths, options.lock_fd)
+        if record.mps == "on":
+            share = GpuShare(record.run_id, record.device, record.settings.get("memory"))
+            reporter.progress("starting the MPS daemon of this run")
+            share.start()
         supervisor = Supervisor(
-            record, options.run_file, reporter, command=options.sidecar_command, grace_s=options.grace
+            record, options.run_file, reporter, command=options.sidecar_command, grace_s=options.grace, share=share
         )
         return supervisor.run()
     except MpsTrainerError as error:
@@ -283,6 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         reporter.failed(error.message, error.todo)
         return exit_codes.BAD_CONFIG
     finally:
+        if share is not None and not share.close():
+            log.info("the MPS daemon stays until its last client has ended")
         if locks:
             remove_run(paths, record.run_id)
         for lock in locks:

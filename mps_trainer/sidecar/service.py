@@ -23,6 +23,7 @@ from mps_trainer.errors import (
 from mps_trainer.run import RunPaths, RunRecord, State, Status, try_hold
 from mps_trainer.run.exit_codes import BAD_CONFIG, CRASHED, FINAL, OK, TASK_FAILED
 from mps_trainer.sidecar.ending import Ending
+from mps_trainer.sidecar.gpu.safe_end import SafeEnd
 from mps_trainer.sidecar.loop import Sidecar
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import build_learning, settle_device
@@ -70,8 +71,10 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, ready: Re
         status = _begin_status(record)
         status.save(Path(record.run_dir))
         try:
-            settle_device(record, settings)
-            learning = build_learning(record, settings)
+            shared = settle_device(record, settings)
+            if shared is not None:
+                stack.enter_context(SafeEnd(shared.device, signals=False))
+            learning = build_learning(record, settings, shared)
             sidecar = Sidecar(record, settings, learning, status, ending)
             stack.callback(sidecar.close)
             try:

@@ -15,6 +15,7 @@ from mps_trainer.config import Settings
 from mps_trainer.errors import PlacementError, TaskError
 from mps_trainer.run import RunRecord
 from mps_trainer.sidecar.checkpoint import Checkpoint, load_newest, save_checkpoint
+from mps_trainer.sidecar.gpu.shared import SharedGpu
 from mps_trainer.sidecar.journal import Journal
 from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.replay import ReplayBuffer
@@ -56,13 +57,15 @@ class Learning:
         _log.info("checkpoint %s in %.0f ms", path.name, (time.monotonic() - begin) * 1e3)
 
 
-def settle_device(record: RunRecord, settings: Settings) -> None:
-    """Threads and, on a GPU, the memory cap. PlacementError when torch does not see the device."""
+def settle_device(record: RunRecord, settings: Settings) -> SharedGpu | None:
+    """Threads and, on a GPU, the memory cap; the shared GPU under MPS. PlacementError when the device cannot be had."""
     torch.set_num_threads(settings.cpu_threads)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     if not record.device.startswith("cuda"):
-        return
+        return None
+    if record.mps == "on":
+        return SharedGpu(record.run_id)
     if not torch.cuda.is_available():
         raise PlacementError(
             f"the run wants {record.device}, but torch {torch.__version__} sees no CUDA device",
@@ -74,16 +77,21 @@ def settle_device(record: RunRecord, settings: Settings) -> None:
         fraction = min(1.0, settings.memory / torch.cuda.get_device_properties(device).total_memory)
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction, device)
+    return None
 
 
-def build_learning(record: RunRecord, settings: Settings) -> Learning:
+def build_learning(record: RunRecord, settings: Settings, shared: SharedGpu | None = None) -> Learning:
     """Build the task under the run's seed, try its worst case, and load the newest checkpoint if there is one."""
     task = load_task(settings.task, settings.task_args)
     columns = wire_columns(task)
     check_replay_memory(columns, settings, record.device)
-    trainer = Trainer(task, settings.batch_size, settings.seed, record.device)
+    trainer = Trainer(task, settings.batch_size, settings.seed, str(shared.device) if shared else record.device)
     begin = time.monotonic()
-    trainer.dry_step(worst_case_batch(columns, settings.batch_size))
+    worst = worst_case_batch(columns, settings.batch_size)
+    if shared is not None:
+        shared.secure(lambda: trainer.dry_step(worst))
+    else:
+        trainer.dry_step(worst)
     _log.info("worst-case step of %d experiences in %.0f ms", settings.batch_size, (time.monotonic() - begin) * 1e3)
     learner = Learner(trainer, ReplayBuffer(columns, settings.replay_capacity, settings.seed), settings)
     run_dir = Path(record.run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pynvml
@@ -10,6 +11,7 @@ import pytest
 
 from mps_trainer.errors import ConfigError, PlacementError
 from mps_trainer.launcher.gpu import Gpu, GpuReading, read_gpus
+from mps_trainer.launcher.gpu_share import DEFAULT_POOL
 from mps_trainer.launcher.machine import Machine, read_machine
 from mps_trainer.launcher.plan import Plan, make_plan
 from mps_trainer.launcher.trinity_config import read_trinity_config
@@ -61,18 +63,38 @@ def test_a_gpu_that_is_not_there_recorded_two_h200(write_config: Write) -> None:
     assert "it has cuda:0 (NVIDIA H200), cuda:1 (NVIDIA H200)" in message
 
 
-def test_auto_takes_the_gpu_with_most_free_memory_recorded_two_h200(write_config: Write) -> None:
-    assert plan(write_config(settings("device: auto")), TWO_GPUS).device == "cuda:0"
+def test_auto_without_mps_takes_the_gpu_with_most_free_memory_recorded_two_h200(write_config: Write) -> None:
+    assert plan(write_config(settings("device: auto", "mps: off")), TWO_GPUS).device == "cuda:0"
 
 
-def test_mps_auto_on_a_gpu_is_off_until_it_is_built_recorded_h200(write_config: Write) -> None:
+def test_auto_with_mps_waits_for_the_first_engine_recorded_two_h200(write_config: Write) -> None:
+    found = plan(write_config(settings("device: auto")), TWO_GPUS)
+    assert (found.device, found.mps) == ("cuda", "on")
+    assert "summons" in found.reasons[0]
+
+
+def test_one_gpu_is_shared_with_a_default_reservation_recorded_h200(write_config: Write) -> None:
     found = plan(write_config(settings("device: auto", "mps: auto")), ONE_GPU)
-    assert found.mps == "off"
-    assert any("not built yet" in reason for reason in found.reasons)
+    assert (found.device, found.mps, found.memory) == ("cuda:0", "on", DEFAULT_POOL)
 
 
-def test_mps_on_on_a_gpu_is_refused_until_it_is_built_recorded_h200(write_config: Write) -> None:
-    assert "not built yet" in refused(write_config(settings("device: cuda:0", "mps: on")), ONE_GPU).message
+@pytest.mark.parametrize(
+    ("problem", "rules_out"),
+    [
+        (("MPS control", "nvidia-cuda-mps-control is not on the PATH"), True),
+        (("cuda:0", "NVIDIA H200 is cut into MIG instances"), True),
+        (("cuda:1", "NVIDIA H200 is cut into MIG instances"), False),
+    ],
+)
+def test_what_rules_mps_out_is_said_recorded_h200(
+    write_config: Write, problem: tuple[str, str], rules_out: bool
+) -> None:
+    machine = replace(ONE_GPU, mps_problems=(problem,))
+    found = plan(write_config(settings("device: cuda:0", "mps: auto")), machine)
+    assert found.mps == ("off" if rules_out else "on")
+    if rules_out:
+        assert any(problem[1] in reason for reason in found.reasons)
+        assert problem[1] in refused(write_config(settings("device: cuda:0", "mps: on")), machine).message
 
 
 @pytest.mark.parametrize(

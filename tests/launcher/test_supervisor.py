@@ -192,7 +192,10 @@ def test_the_sidecars_own_word_on_its_failure_stays_when_it_fails_while_it_ends(
 def test_a_healthy_life_gives_the_restarts_back(
     write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "import sys; from mps_trainer.launcher import supervisor as s; s._HEALTHY_S = 0.3; sys.exit(s.main())"
+    code = (
+        "import sys; from mps_trainer.launcher import restarts, supervisor; restarts._HEALTHY_S = 0.3; "
+        "sys.exit(supervisor.main())"
+    )
     monkeypatch.setattr(up, "SUPERVISOR_COMMAND", (sys.executable, "-c", code))
     run = start(write_config(("ring_slots: 2", "max_restarts: 1\n          ring_slots: 2")), fake("good"))
     for count in (1, 2, 3):
