@@ -108,7 +108,7 @@ def _ring_consumer(run_id, control):
                 with hub.receive() as delivery:
                     total += total_of(delivery.batch)
             control.send(total)
-        hub.close(unlink=False)
+        hub.close(unlink=True)
 
 
 def _link_consumer(name, link, control):
