@@ -36,6 +36,8 @@ def main() -> int:
         reached = 1
     if behaviour == "hangs":
         time.sleep(60)
+    if behaviour == "takes-a-while":
+        time.sleep(4)
     (job / "explorer_meta.json").write_text(json.dumps({"latest_iteration": reached}))
     return 1 if behaviour == "fails-with-1" else 0
 

@@ -152,6 +152,22 @@ def test_a_killed_driver_leaves_nothing(write_config: Write, drive: Callable[...
     assert last_status(tmp_path).state is State.STOPPED
 
 
+def test_a_killed_supervisor_leaves_nothing_and_is_told(
+    write_config: Write, drive: Callable[..., Driver], tmp_path: Path
+) -> None:
+    driver = drive(write_config(), trinity="takes-a-while")
+    driver.trinity_pid()
+    [run] = list_runs()
+    assert run.supervisor is not None
+    assert run.status is not None
+    os.kill(run.supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(run.status.pid), "the end of the sidecar")
+    verdict = driver.verdict()
+    assert verdict["exit_code"] == 3, "Trinity finished, but not with its sidecar"
+    assert "supervisor" in " ".join(verdict["reasons"])
+    assert list_runs() == []
+
+
 def test_a_killed_trinity_ends_the_run(write_config: Write, drive: Callable[..., Driver]) -> None:
     driver = drive(write_config(), trinity="hangs")
     subprocess.run(["kill", "-KILL", str(driver.trinity_pid())], check=True)
