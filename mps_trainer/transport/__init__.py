@@ -14,9 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mps_trainer.transport.channel import Backpressure, OperatorChannel, SendResult
+    from mps_trainer.transport.channel import Backpressure, OperatorChannel
     from mps_trainer.transport.codec import Codec, decode_batch, encode_batch
-    from mps_trainer.transport.counters import ChannelCounters, HubCounters
+    from mps_trainer.transport.counters import ChannelCounters, HubCounters, SendResult
     from mps_trainer.transport.delivery import Delivery
     from mps_trainer.transport.hub import Producer, SidecarHub
     from mps_trainer.transport.layout import RingSettings
@@ -38,7 +38,7 @@ _HOMES = {
     "RingSettings": "layout",
     "Scores": "replies",
     "Segment": "segment",
-    "SendResult": "channel",
+    "SendResult": "counters",
     "SidecarHub": "hub",
     "decode_batch": "codec",
     "encode_batch": "codec",

@@ -6,11 +6,11 @@ receive_scores  waits for the reply semaphore; unblocked by `Delivery.reply`, th
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -20,7 +20,7 @@ from mps_trainer.columns import Column, Rows
 from mps_trainer.errors import TransportError
 from mps_trainer.transport import layout, names, schema
 from mps_trainer.transport.codec import Bytes, Codec, Measured
-from mps_trainer.transport.counters import ChannelCounters, Mirror
+from mps_trainer.transport.counters import ChannelCounters, Mirror, SendResult
 from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES, RingSettings
 from mps_trainer.transport.record import KIND_BATCH, RecordHeader
 from mps_trainer.transport.replies import ReplyInbox, Scores, max_reply_rows
@@ -29,26 +29,9 @@ from mps_trainer.transport.segment import Segment, new_header
 from mps_trainer.transport.semaphores import Doorbell, WakeUp
 from mps_trainer.transport.sweep import create_segment
 
+log = logging.getLogger(__name__)
+
 Backpressure = Literal["drop_oldest", "drop_newest", "block"]
-
-
-@dataclass(frozen=True)
-class SendResult:
-    """What became of one batch.
-
-    Attributes:
-        parts: records that the batch was split into.
-        parts_sent, rows_sent, nbytes: committed; `nbytes` counts payload.
-        rows_dropped: rows of this batch that found no room.
-        rows_evicted: rows of earlier batches that made room for it unread.
-    """
-
-    parts: int
-    parts_sent: int = 0
-    rows_sent: int = 0
-    rows_dropped: int = 0
-    rows_evicted: int = 0
-    nbytes: int = 0
 
 
 class OperatorChannel:
@@ -77,6 +60,7 @@ class OperatorChannel:
         self._request_in_slot = [0] * header.settings.num_slots
         self._sending = threading.Lock()
         self._closed = False
+        self._said_unlinked = False
 
     @classmethod
     def create(
@@ -125,7 +109,7 @@ class OperatorChannel:
         limit if the sidecar is stopped in it. Thread-safe.
 
         Raises ExperienceError for rows that do not fit the columns, TransportError when one row is larger than a slot
-        or when the sidecar has refused this channel.
+        when the sidecar has refused this channel, or when the segment was removed before a sidecar came.
         """
         measured = self._codec.measure(rows)
         with self._sending:
@@ -138,28 +122,16 @@ class OperatorChannel:
                 raise
             if want_scores:
                 self._inbox.expect(request_id, len(ranges), measured.num_rows)
-            first_seq = self._writer.next_seq
-            deadline = time.monotonic() + self._block_timeout_s
-            sent = rows_sent = nbytes = evicted = 0
-            mutex = self._writer.ring.mutex
-            timeouts = mutex.timeouts
-            for part, (start, stop) in enumerate(ranges):
-                slot, rows_evicted = self._find_slot(first_seq, deadline)
-                if mutex.timeouts > timeouts:
-                    # The sidecar is stopped inside the mutex: one time limit is enough for one batch.
-                    break
-                evicted += rows_evicted
-                if want_scores:
-                    # Between finding the slot and using it: then no more replies can come than their ring holds.
-                    self._inbox.collect()
-                size = self._send_part(slot, measured, (start, stop), (part, len(ranges)), request_id, want_scores)
-                if size:
-                    sent, rows_sent, nbytes = sent + 1, rows_sent + stop - start, nbytes + size
-            dropped = measured.num_rows - rows_sent
-            self._count(sent, rows_sent, nbytes, len(ranges), dropped)
-            if sent < len(ranges) and want_scores:
-                self._inbox.abandon(request_id)
-        return SendResult(len(ranges), sent, rows_sent, dropped, evicted, nbytes)
+            result = SendResult(len(ranges), rows_dropped=measured.num_rows)
+            try:
+                for so_far in self._send_parts(measured, ranges, request_id, want_scores):
+                    result = so_far
+            finally:
+                # Also when a part raised: what was committed before it is on its way.
+                self._count(result)
+                if result.parts_sent < result.parts and want_scores:
+                    self._inbox.abandon(request_id)
+        return result
 
     def receive_scores(self, request_id: int, timeout_s: float) -> Scores | None:
         """Wait for the scores of a batch that was sent with `want_scores`.
@@ -181,7 +153,8 @@ class OperatorChannel:
     def close(self) -> None:
         """Close this end. Idempotent.
 
-        With a living sidecar the segment stays, for it to drain and remove; without one it is removed here.
+        A segment that holds records, or that a sidecar is attached to, stays: the sidecar, or its successor, drains and
+        removes it. An empty one is removed here.
         """
         with self._sending:
             if self._closed:
@@ -190,7 +163,9 @@ class OperatorChannel:
             self._mirror.store()
             self._inbox.close()
             self._post_bell()
-            self.segment.remove()
+            if self.backlog() == 0:
+                self.segment.remove()
+            # What is left unread has a bound: `reclaim_orphans` at the next channel, `remove_run` at the run's end.
             self.segment.locks.close()
             # Rung after the lock has dropped: the sidecar that wakes finds this operator gone.
             self._bell.post()
@@ -203,10 +178,48 @@ class OperatorChannel:
         self.segment.locks.check_open()
         if self._status[0] == layout.STATUS_REFUSED:
             raise TransportError(f"the sidecar refused {self.name}: {self._refusal()}", "start both from one config")
+        if self.segment.unlinked:
+            self._tell_unlinked()
+
+    def _tell_unlinked(self) -> None:
+        error = TransportError(
+            f"{names.SHM_DIR}{self.name} was removed while this process used it: no sidecar can find it any more",
+            "do not clean /dev/shm by hand; if logging out does it (RemoveIPC of systemd), run "
+            "`loginctl enable-linger`, then create a new channel",
+        )
+        if not self.segment.alive(LOCK_SIDECAR_LIFE):
+            raise error
+        if not self._said_unlinked:
+            # The sidecar that is attached keeps its mapping, so that records go on to arrive until it ends.
+            self._said_unlinked = True
+            log.warning("%s", error)
 
     def _refusal(self) -> str:
         raw = bytes(self.segment.memory[layout.REFUSAL : layout.REFUSAL + layout.REFUSAL_BYTES])
         return raw.rstrip(b"\0").decode("utf-8", "replace")
+
+    def _send_parts(
+        self, measured: Measured, ranges: Sequence[tuple[int, int]], request_id: int, want_scores: bool
+    ) -> Iterator[SendResult]:
+        """Send part after part; after each yields what has become of the batch so far."""
+        first_seq = self._writer.next_seq
+        deadline = time.monotonic() + self._block_timeout_s
+        sent = rows_sent = nbytes = evicted = 0
+        mutex = self._writer.ring.mutex
+        timeouts = mutex.timeouts
+        for part, (start, stop) in enumerate(ranges):
+            slot, rows_evicted = self._find_slot(first_seq, deadline)
+            if mutex.timeouts > timeouts:
+                # The sidecar is stopped inside the mutex: one time limit is enough for one batch.
+                return
+            evicted += rows_evicted
+            if want_scores:
+                # Between finding the slot and using it: then no more replies can come than their ring holds.
+                self._inbox.collect()
+            size = self._send_part(slot, measured, (start, stop), (part, len(ranges)), request_id, want_scores)
+            if size:
+                sent, rows_sent, nbytes = sent + 1, rows_sent + stop - start, nbytes + size
+            yield SendResult(len(ranges), sent, rows_sent, measured.num_rows - rows_sent, evicted, nbytes)
 
     def _find_slot(self, first_seq: int, deadline: float) -> tuple[int | None, int]:
         """A free slot by the channel's policy, and how many rows were evicted for it."""
@@ -284,17 +297,22 @@ class OperatorChannel:
         inode = self._status[1]
         if inode and inode != self._bell.inode:
             # A successor of the sidecar had to make a new bell; the old one rings in an empty room.
-            bell = Doorbell(self.segment.header.run_id)
+            try:
+                bell = Doorbell(self.segment.header.run_id)
+            except TransportError as error:
+                # The record is committed already, and the sidecar looks by itself within a second.
+                log.warning("%s: %s", self.name, error)
+                return
             self._bell.close()
             self._bell = bell
         self._bell.post()
 
-    def _count(self, sent: int, rows_sent: int, nbytes: int, parts: int, rows_dropped: int) -> None:
+    def _count(self, result: SendResult) -> None:
         c = self.counters
-        c.records_sent += sent
-        c.rows_sent += rows_sent
-        c.bytes_sent += nbytes
-        c.dropped_newest += parts - sent
-        c.rows_dropped_newest += rows_dropped
+        c.records_sent += result.parts_sent
+        c.rows_sent += result.rows_sent
+        c.bytes_sent += result.nbytes
+        c.dropped_newest += result.parts - result.parts_sent
+        c.rows_dropped_newest += result.rows_dropped
         c.lock_timeouts = self._writer.ring.mutex.timeouts
         self._mirror.store()

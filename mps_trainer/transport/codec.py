@@ -196,6 +196,7 @@ def _prepare(column: Column, data: Any) -> _Prepared:
     if column.kind == "text":
         return _prepare_text(column, cast("Sequence[str]", data))
     if column.kind == "ragged":
+        data = _checked_rows(column, data)
         return _Prepared(data, _ends(column, map(len, data), len(data)))
     if isinstance(data, np.ndarray):
         expected = (len(data), column.width) if column.kind == "vector" else (len(data),)
@@ -207,10 +208,20 @@ def _prepare(column: Column, data: Any) -> _Prepared:
             return _Prepared(np.asarray(data, _dtype(column)).reshape(len(data)), None)
         except (TypeError, ValueError) as error:
             raise _mismatch(column, str(error), f"one {column.dtype} a row") from error
+    data = _checked_rows(column, data)
     for row in data:
         if len(row) != column.width:
             raise _mismatch(column, f"a vector of {len(row)}", f"a width of {column.width}")
     return _Prepared(data, None)
+
+
+def _checked_rows(column: Column, data: Any) -> list[Array]:
+    # All rows, before the first part of a split batch is sent: half a batch is worse than none.
+    rows = list(data)
+    kinds = {(row.dtype, row.ndim) if isinstance(row, np.ndarray) else (type(row).__name__, 1) for row in rows}
+    if kinds - {(_dtype(column), 1)}:
+        raise _mismatch(column, ", ".join(sorted(f"{t}[{n}d]" for t, n in kinds)), f"one-dimensional {column.dtype}")
+    return rows
 
 
 def _prepare_text(column: Column, texts: Sequence[str]) -> _Prepared:

@@ -70,6 +70,25 @@ class HubCounters:
     lingering: int = 0
 
 
+@dataclass(frozen=True)
+class SendResult:
+    """What became of one batch.
+
+    Attributes:
+        parts: records that the batch was split into.
+        parts_sent, rows_sent, nbytes: committed; `nbytes` counts payload.
+        rows_dropped: rows of this batch that found no room.
+        rows_evicted: rows of earlier batches that made room for it unread.
+    """
+
+    parts: int
+    parts_sent: int = 0
+    rows_sent: int = 0
+    rows_dropped: int = 0
+    rows_evicted: int = 0
+    nbytes: int = 0
+
+
 class Mirror:
     """Stores a counters object as 8-byte words in a segment."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import secrets
@@ -28,6 +29,8 @@ from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import layout, names, semaphores
 from mps_trainer.transport.layout import LOCK_OPERATOR_LIFE, LOCK_SIDECAR_LIFE, SegmentHeader
 from mps_trainer.transport.locks import LockFile
+
+log = logging.getLogger(__name__)
 
 _MAX_INDEX = 1000
 
@@ -80,6 +83,8 @@ class Segment:
                     undo.callback(locks.close)
                     if not locks.try_lock(LOCK_OPERATOR_LIFE):
                         raise TransportError(f"{name} was taken while it was made", "try again")
+                    if not _semaphore_names_free(header.run_id, index):
+                        continue
                     _reserve(shared.fd, header, names.SHM_DIR)
                     segment = cls(name, replace(header, index=index), shared.fd, locks)
                 finally:
@@ -93,7 +98,9 @@ class Segment:
         schema, static = self.header.schema, self.header.pack()
         self.memory[layout.SCHEMA : layout.SCHEMA + len(schema)] = schema
         self.memory[8 : len(static)] = static[8:]
-        # Another lock and unlock orders the magic behind what it stands for; an attaching peer checks the CRC anyway.
+        # Two calls, since one orders nothing: stores before and after it may move into the kernel's section and swap
+        # there. The end of the first section and the beginning of the second keep the magic behind what it stands for.
+        # (An attaching peer checks the CRC anyway.)
         self.locks.try_lock(layout.LOCK_FEED)
         self.locks.unlock(layout.LOCK_FEED)
         self.memory[0:8] = static[:8]
@@ -113,7 +120,11 @@ class Segment:
                 )
             if os.fstat(fd).st_nlink == 0:
                 raise FileNotFoundError(name)
-            return cls(name, read_header(fd), fd, locks)
+            header = read_header(fd)
+            if names.segment_name(header.run_id, header.index) != name:
+                # Its semaphores are named by its header: believed, a planted one would cost another run its own.
+                raise CorruptRecordError(f"{name} calls itself channel {header.index} of run {header.run_id!r}")
+            return cls(name, header, fd, locks)
         except BaseException:
             locks.close()
             raise
@@ -127,6 +138,11 @@ class Segment:
     def alive(self, life: int) -> bool:
         """Whether the process at the other end holds its life lock."""
         return self.locks.held_elsewhere(life)
+
+    @property
+    def unlinked(self) -> bool:
+        """Whether its name is gone, while we hold it: removed by hand or by systemd's RemoveIPC, by no rule of ours."""
+        return os.fstat(self.locks.check_open()).st_nlink == 0
 
     def remove(self) -> bool:
         """Remove the segment and its semaphores if nobody else uses them; True when they are gone afterwards."""
@@ -205,10 +221,23 @@ def remove(name: str, run_id: str, index: int, locks: LockFile) -> bool:
     if os.fstat(locks.fd).st_nlink == 0:
         return True
     for semaphore in (names.space_name(run_id, index), names.reply_name(run_id, index)):
-        semaphores.remove_semaphore(semaphore)
+        # One of that name that belongs to another user was never this channel's.
+        with contextlib.suppress(TransportError):
+            semaphores.remove_semaphore(semaphore)
     with contextlib.suppress(posix_ipc.ExistentialError):
         # Gone by hand: nobody who keeps the rule removes what we hold both locks of.
         posix_ipc.unlink_shared_memory(name)
+    return True
+
+
+def _semaphore_names_free(run_id: str, index: int) -> bool:
+    # Whoever holds the segment owns the names, but another user may have taken them before.
+    try:
+        for name in (names.space_name(run_id, index), names.reply_name(run_id, index)):
+            semaphores.remove_semaphore(name)
+    except TransportError as error:
+        log.warning("channel %d of run %s is not used: %s", index, run_id, error)
+        return False
     return True
 
 

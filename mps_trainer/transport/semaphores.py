@@ -19,6 +19,8 @@ from mps_trainer.transport.locks import LockFile
 
 #: posix_ipc waits on the wall clock: long waits are cut into slices against the monotonic one.
 SLICE_S = 1.0
+#: How long to try for the doorbell while a peer removes it.
+OPEN_S = 1.0
 _SEM_T_BYTES = 32
 _LIFE, _SIDECAR = 0, 1
 
@@ -83,25 +85,40 @@ class Doorbell(_Semaphore):
     def __init__(self, run_id: str) -> None:
         """Create or open the doorbell of a run. Raises TransportError."""
         self._name = names.bell_name(run_id)
-        for _ in range(100):
-            if self._open_once():
-                return
-        raise TransportError(f"doorbell {self._name} is removed again and again", "stop whoever cleans /dev/shm")
+        self._path = names.semaphore_path(self._name)
+        deadline = time.monotonic() + OPEN_S
+        pause_s = 50e-6
+        while not self._open_once():
+            if time.monotonic() >= deadline:
+                raise TransportError(
+                    f"doorbell {self._path} cannot be had within {OPEN_S:g} s: a process that removes it holds "
+                    "its lock (it is stopped half-way), or somebody removes it again and again",
+                    f"resume or end that process (`fuser {self._path}`), and stop whoever cleans {names.SHM_DIR}",
+                )
+            # The kernel tells nobody when a lock is dropped, and waiting for the lock itself has no time limit.
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 10e-3)
 
     def _open_once(self) -> bool:
-        path = names.semaphore_path(self._name)
-        self._sem = _open(self._name, posix_ipc.O_CREAT)
+        # Made where there is none, opened only below: until we hold the lock the name may come to mean another bell.
+        _open(self._name, posix_ipc.O_CREAT).close()
         try:
-            self._file = LockFile(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+            self._file = LockFile(os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
         except FileNotFoundError:
-            self._sem.close()
             return False
-        info = os.fstat(self._file.fd)
-        names.check_private_file(info, path)
-        self.inode = info.st_ino
-        if self._file.try_lock(_LIFE, shared=True) and not self.removed:
-            return True
-        self.close()
+        try:
+            info = os.fstat(self._file.fd)
+            names.check_private_file(info, self._path)
+            self.inode = info.st_ino
+            if self._file.try_lock(_LIFE, shared=True):
+                self._sem = _open(self._name, posix_ipc.O_CREAT)
+                if not self.removed:
+                    return True
+                self._sem.close()
+        except BaseException:
+            self._file.close()
+            raise
+        self._file.close()
         return False
 
     def claim(self) -> bool:
@@ -153,9 +170,17 @@ def _open(name: str, flags: int) -> posix_ipc.Semaphore:
 
 
 def remove_semaphore(name: str) -> bool:
-    """Unlink a semaphore that the caller owns by rule; False when it is gone already."""
+    """Unlink a semaphore that the caller owns by rule; False when it is gone already.
+
+    Raises TransportError when the name is in another user's hands.
+    """
     try:
         posix_ipc.unlink_semaphore(name)
     except posix_ipc.ExistentialError:
         return False
+    except (posix_ipc.Error, OSError) as error:
+        path = names.semaphore_path(name)
+        raise TransportError(
+            f"cannot remove {path}: {error}", "ask its owner (`ls -l`) or root to remove it"
+        ) from error
     return True

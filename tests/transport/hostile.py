@@ -12,7 +12,7 @@ from channel_peers import COLUMNS
 
 from mps_trainer.columns import PackedBatch
 from mps_trainer.errors import CorruptRecordError, TransportError
-from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub
+from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, layout
 
 SETTINGS = RingSettings(num_slots=2, slot_bytes=8192, reply_slots=2, reply_slot_bytes=4096)
 logging.getLogger("mps_trainer.transport").setLevel(logging.ERROR)
@@ -55,6 +55,7 @@ def read_all(hub: SidecarHub, limit: int = 8) -> list[str]:
 def attack(run_id: str, rows: dict, mutate, *, attached: bool) -> list[str]:
     """Send two records, mutate the segment by `mutate(memoryview)`, read. `attached`: mutate after the hub attached."""
     channel = OperatorChannel.create(run_id, COLUMNS, SETTINGS)
+    sane = bytes(channel.segment.memory[:4096])
     hub = None
     try:
         for i in (1, 2):
@@ -74,7 +75,9 @@ def attack(run_id: str, rows: dict, mutate, *, attached: bool) -> list[str]:
             outcome.append("send refused")
         return outcome
     finally:
-        channel.segment.memory[0:8] = b"MPSTCHAN"
+        # What nobody believes nobody removes at once: make it a channel again.
+        for start, end in ((0, layout.STATIC_BYTES), (layout.SCHEMA, 4096)):
+            channel.segment.memory[start:end] = sane[start:end]
         channel.close()
         if hub is not None:
             hub.close(unlink=True)

@@ -6,6 +6,7 @@ process reported before it died.
 """
 
 import contextlib
+import unittest.mock
 
 import numpy as np
 from channel_peers import COLUMNS, SMALL, Child, assert_same, make_rows
@@ -48,8 +49,8 @@ def check_usable_and_clean(run_id, hub):
     drain(hub)
     hub.reap()
     hub.close(unlink=True)
-    sweep.UNFINISHED_S = 0.0
-    sweep.remove_run(run_id)
+    with unittest.mock.patch.object(sweep, "UNFINISHED_S", 0.0):
+        sweep.remove_run(run_id)
     assert all(entry.endswith(".bell") for entry in leftovers(run_id))
 
 

@@ -3,6 +3,7 @@
 import os
 import resource
 import time
+from dataclasses import replace
 
 import posix_ipc
 import pytest
@@ -11,8 +12,10 @@ from scenarios import drain, send
 
 from mps_trainer.errors import TransportError
 from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, sweep, sweep_stale
+from mps_trainer.transport import channel as channel_module
 from mps_trainer.transport.names import segment_name
 from mps_trainer.transport.segment import Segment
+from mps_trainer.transport.semaphores import remove_semaphore
 
 SHM = "/dev/shm"
 
@@ -203,3 +206,69 @@ def test_a_living_operator_gets_the_room_of_dead_ones(run_id, monkeypatch):
     with OperatorChannel.create(run_id, COLUMNS, SMALL) as channel:
         assert attempts == [4, 1]
         assert channel.name == segment_name(run_id, 0)
+
+
+def unlink_channel(channel):
+    """As systemd's RemoveIPC does when a user's last session ends."""
+    for entry in leftovers(channel.segment.header.run_id):
+        os.unlink(f"{SHM}/{entry}")
+
+
+def test_a_segment_removed_under_its_operator_is_an_error_with_the_advice(run_id):
+    with OperatorChannel.create(run_id, COLUMNS, SMALL) as channel:
+        unlink_channel(channel)
+        with pytest.raises(TransportError, match=r"was removed(.|\n)*enable-linger"):
+            send(channel, 1)
+
+
+def test_a_segment_removed_under_both_sides_goes_on_with_a_warning(run_id, monkeypatch):
+    said = []
+    monkeypatch.setattr(channel_module.log, "warning", lambda *args: said.append(str(args)))
+    with pair(run_id) as (channel, hub):
+        unlink_channel(channel)
+        for i in (1, 2):
+            send(channel, i)
+        assert drain(hub) == [1, 2]
+        assert len(said) == 1
+        assert "enable-linger" in said[0]
+
+
+@pytest.mark.parametrize("other", ["another run", "a path"])
+def test_a_header_that_names_another_channel_is_not_believed(run_id, other):
+    victim_run = f"{run_id}v"
+    with (
+        OperatorChannel.create(victim_run, COLUMNS, SMALL) as victim,
+        OperatorChannel.create(run_id, COLUMNS, SMALL) as channel,
+    ):
+        before = leftovers(victim_run)
+        raw = replace(channel.segment.header, run_id=victim_run if other == "another run" else "a/../../x").pack()
+        sane = bytes(channel.segment.memory[: len(raw)])
+        channel.segment.memory[: len(raw)] = raw
+        with SidecarHub(run_id, COLUMNS) as hub:
+            assert hub.producers() == []
+            hub.reap()
+        assert leftovers(victim_run) == before
+        channel.segment.memory[: len(raw)] = sane
+        assert send(victim, 1).rows_sent == 2
+    sweep.remove_run(victim_run)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_semaphore_name_that_another_user_took_costs_an_index_and_not_the_channel(run_id):
+    taken = f"{SHM}/sem.mpst.{run_id}.0.s"
+    os.close(os.open(taken, os.O_CREAT | os.O_RDWR, 0o600))
+
+    def operator(report):
+        os.setgid(65534)
+        os.setuid(65534)
+        with pytest.raises(TransportError, match=rf"sem\.mpst\.{run_id}\.0\.s"):
+            remove_semaphore(f"/mpst.{run_id}.0.s")
+        with OperatorChannel.create(run_id, COLUMNS, SMALL) as channel:
+            report(channel.name)
+        report(leftovers(run_id))
+
+    child = Child(operator)
+    assert child.line() == segment_name(run_id, 1)
+    assert child.line() == str([f"sem.mpst.{run_id}.0.s"])
+    assert child.wait() == 0
+    os.unlink(taken)
