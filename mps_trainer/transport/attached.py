@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 import zlib
 from collections import deque
 
@@ -20,30 +23,41 @@ from mps_trainer.transport.ring import FREE, Released, RingReader, feed_ring
 from mps_trainer.transport.segment import Segment
 from mps_trainer.transport.semaphores import WakeUp
 
+#: A channel whose operator is stopped inside the mutex costs the mutex's time limit at each try: not tried for so long.
+STUCK_S = 0.25
+
+
+class StoppedOperatorError(TransportError):
+    """The operator is stopped inside the ring's mutex; trying again later may succeed."""
+
 
 class AttachedChannel:
     """One operator's channel, with this process as its sidecar."""
 
     def __init__(self, name: str, codec: Codec, bell_inode: int, pid: int) -> None:
-        """Attach. Raises what `Segment.attach` raises, and TransportError when the semaphores are gone."""
-        self.segment = Segment.attach(name, LOCK_SIDECAR_LIFE)
-        try:
-            self._start(codec, bell_inode, pid)
-        except BaseException:
-            self.segment.close()
-            raise
+        """Attach.
 
-    def _start(self, codec: Codec, bell_inode: int, pid: int) -> None:
+        Raises what `Segment.attach` raises, TransportError when the semaphores are gone, StoppedOperatorError.
+        """
+        self.segment = Segment.attach(name, LOCK_SIDECAR_LIFE)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.segment.close)
+            self._start(codec, bell_inode, pid, undo)
+            undo.pop_all()
+
+    def _start(self, codec: Codec, bell_inode: int, pid: int, undo: contextlib.ExitStack) -> None:
         header = self.segment.header
         self.name = self.segment.name
         self.counters = HubCounters()
         self._codec = codec
         self._space = WakeUp(names.space_name(header.run_id, header.index), create=False)
+        undo.callback(self._space.close)
         self._reply_wake = WakeUp(names.reply_name(header.run_id, header.index), create=False)
+        undo.callback(self._reply_wake.close)
         self.reader = RingReader(feed_ring(self.segment))
         recovered = self.reader.recover()
         if recovered < 0:
-            raise TransportError(
+            raise StoppedOperatorError(
                 f"the operator of {self.name} (pid {header.pid}) is stopped inside the ring", "resume it"
             )
         self.counters.recovered = recovered
@@ -52,6 +66,9 @@ class AttachedChannel:
         self._mirror = Mirror(self.segment, layout.SIDECAR_COUNTERS, self.counters)
         self._retired: deque[int] = deque()
         self._to_free: deque[int] = deque()
+        self._freeing = threading.Lock()
+        self.stuck_until = 0.0
+        self.closed = False
         self._status = self.segment.words(layout.SIDECAR_WORDS, 4)
         self._status[2] = pid
         self.set_bell(bell_inode)
@@ -79,19 +96,22 @@ class AttachedChannel:
 
     def ready_since(self) -> int | None:
         """When the oldest ready record was sent (CLOCK_MONOTONIC, ns), as a hint; None when there is none."""
-        found = self.reader.peek()
+        found = None if self._is_stuck() else self.reader.peek()
         if found is None:
             return None
         at = self.reader.ring.offset(found[0]) + SENT_NS_OFFSET
         return int.from_bytes(self.segment.memory[at : at + 8], "little", signed=True)
 
     def receive(self) -> Delivery | None:
-        """Claim and check the oldest ready record.
+        """Claim and check the oldest ready record. None when there is none, or the operator is stopped in the mutex.
 
         Raises CorruptRecordError, with the slot freed, when it does not add up.
         """
+        timeouts = self.reader.ring.mutex.timeouts
         claimed = self.reader.claim()
         if claimed is None:
+            if self.reader.ring.mutex.timeouts > timeouts:
+                self.stuck_until = time.monotonic() + STUCK_S
             return None
         slot, seq = claimed
         self.counters.received += 1
@@ -104,15 +124,17 @@ class AttachedChannel:
 
     def free(self, slot: int) -> None:
         """See `Lessor.free`."""
-        self.counters.released += 1
-        self._to_free.append(slot)
-        self._free_pending()
-        self._mirror.store()
+        with self._freeing:
+            self.counters.released += 1
+            self._to_free.append(slot)
+            self._free_pending()
+            self._mirror.store()
 
     def linger(self, slot: int) -> None:
         """See `Lessor.linger`."""
-        self.counters.lingering += 1
-        self._mirror.store()
+        with self._freeing:
+            self.counters.lingering += 1
+            self._mirror.store()
 
     def retire(self, slot: int) -> None:
         """See `Lessor.retire`."""
@@ -125,13 +147,16 @@ class AttachedChannel:
     def tidy(self) -> None:
         """Give back slots whose last view has died, and those that a stopped operator kept us from giving back."""
         while self._retired:
-            self.counters.lingering -= 1
+            with self._freeing:
+                self.counters.lingering -= 1
             self.free(self._retired.popleft())
-        if self._to_free:
-            self._free_pending()
+        if self._to_free and not self._is_stuck():
+            with self._freeing:
+                self._free_pending()
 
     def close(self, *, remove: bool, status: int = layout.STATUS_DETACHED) -> bool:
         """Detach, and remove the segment if asked to and nobody else uses it; True when it is gone."""
+        self.closed = True
         self._status[0] = status
         gone = remove and self.segment.remove()
         self.segment.close()
@@ -139,12 +164,18 @@ class AttachedChannel:
         self._reply_wake.close()
         return gone
 
+    def _is_stuck(self) -> bool:
+        # The truth of 0.0 first: this is on the way of every look, and a channel is hardly ever stuck.
+        return bool(self.stuck_until) and time.monotonic() < self.stuck_until
+
     def _free_pending(self) -> None:
         for _ in range(len(self._to_free)):
             slot = self._to_free.popleft()
             released = self.reader.release(slot)
             if released is Released.STUCK:
                 self._to_free.append(slot)
+                self.stuck_until = time.monotonic() + STUCK_S
+                return
             elif released is Released.WAKE:
                 self._space.post()
 

@@ -5,6 +5,10 @@ The arrays of `Delivery.batch` and the memoryview `Delivery.payload` all keep on
 then gone, no view is left and the slot goes back to the operator. When it is not, the slot is *not* given back, so the
 views keep showing the same record, and `release` raises: somebody kept a view without copying. The slot goes
 back by itself when the last view dies. So a view can cost a slot and an error, but never shows another record.
+
+This holds as long as the hub is open. When it closes and leaves its channels to a successor, the successor lends all
+that was not released again, and the operator then reuses the slots: open deliveries raise from then on, but an array
+that was taken out of one before may come to show another record. Let go of all arrays before closing a hub.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ from mps_trainer.transport.record import RecordHeader
 
 
 class Lessor(Protocol):
-    """Who lends the slot: the hub's side of one channel."""
+    """Who lends the slot: the hub's side of one channel. `closed`: it has detached, and the slot may be lent anew."""
+
+    closed: bool
 
     def free(self, slot: int) -> None:
         """Give the slot back to the operator: the record is acknowledged."""
@@ -64,14 +70,14 @@ class Delivery:
     @property
     def batch(self) -> PackedBatch:
         """Read-only views of the ring. Copy what is needed after `release`; after it this raises TransportError."""
-        if self._batch is None:
+        if self._batch is None or self._lessor.closed:
             raise self._gone()
         return self._batch
 
     @property
     def payload(self) -> memoryview:
         """The record's bytes, read-only: one Arrow record batch message. After `release` this raises TransportError."""
-        if self._payload is None:
+        if self._payload is None or self._lessor.closed:
             raise self._gone()
         return self._payload
 
@@ -129,6 +135,11 @@ class Delivery:
         return False
 
     def _gone(self) -> TransportError:
+        if self._batch is not None:
+            return TransportError(
+                f"record {self.header.seq} of {self.header.channel} belongs to a closed hub",
+                "take what you need before the hub closes; a successor gets the record again",
+            )
         return TransportError(
             f"record {self.header.seq} of {self.header.channel} was released", "copy what you need before the release"
         )

@@ -9,6 +9,7 @@ reap      removes channels whose operator is dead and whose records are all ackn
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from types import TracebackType
 from mps_trainer.columns import Column
 from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import layout, names, schema
-from mps_trainer.transport.attached import AttachedChannel
+from mps_trainer.transport.attached import AttachedChannel, StoppedOperatorError
 from mps_trainer.transport.codec import Codec
 from mps_trainer.transport.counters import ChannelCounters, HubCounters, load_operator_counters
 from mps_trainer.transport.delivery import Delivery
@@ -88,7 +89,7 @@ class SidecarHub:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a record is ready, at most `timeout_s`. False when none is, also after `wake`. Never spins."""
         deadline = time.monotonic() + timeout_s
-        rung = False
+        rung = late = False
         while not self._woken:
             self._tidy()
             if self._any_ready():
@@ -98,9 +99,14 @@ class SidecarHub:
                 self.find_new()
                 if self._any_ready():
                     return True
-            remaining_s = deadline - time.monotonic()
-            rung = self._bell.wait(max(0.0, remaining_s))
-            if not rung and remaining_s <= 0:
+            if late:
+                # Rung or not: a count of the bell that is wrong, however large, must not keep us here.
+                break
+            now = time.monotonic()
+            late = now >= deadline
+            until = min([deadline, *(c.stuck_until for c in self._channels.values() if c.stuck_until > now)])
+            rung = self._bell.wait(max(0.0, until - now))
+            if late and not rung:
                 break
         self._woken = False
         return False
@@ -120,14 +126,12 @@ class SidecarHub:
         self._tidy()
         if time.monotonic() >= self._next_look:
             self.find_new()
-        best, oldest = None, 2**63
-        for channel in self._channels.values():
-            since = channel.ready_since()
-            if since is not None and since < oldest:
-                best, oldest = channel, since
-        if best is not None:
+        for channel in self._oldest_first():
             self._bell.consume()
-            return best.receive()
+            # None: its record was evicted meanwhile, or its operator is stopped in the mutex; others must not starve.
+            delivery = channel.receive()
+            if delivery is not None:
+                return delivery
         for channel in self._channels.values():
             if channel.counters.lingering == channel.reader.ring.num_slots:
                 raise TransportError(
@@ -189,7 +193,7 @@ class SidecarHub:
 
         With `unlink` the run is over: channels without a living operator are removed, drained or not, and the doorbell
         if nobody else has it. Without it everything stays for a successor, to which records that were not released are
-        delivered again.
+        delivered again. Open deliveries raise from now on; arrays taken out of them may change (see `delivery`).
         """
         if self._closed:
             return
@@ -203,7 +207,13 @@ class SidecarHub:
             remove_run(self._run_id)
 
     def _any_ready(self) -> bool:
-        return any(channel.reader.peek() for channel in self._channels.values())
+        return any(channel.ready_since() is not None for channel in self._channels.values())
+
+    def _oldest_first(self) -> list[AttachedChannel]:
+        ready = [(since, c) for c in self._channels.values() if (since := c.ready_since()) is not None]
+        if len(ready) > 1:
+            ready.sort(key=operator.itemgetter(0))
+        return [channel for _, channel in ready]
 
     def _tidy(self) -> None:
         if self._closed:
@@ -226,8 +236,8 @@ class SidecarHub:
             channel = AttachedChannel(name, self._codec, self._bell.inode, os.getpid())
         except FileNotFoundError:
             return
-        except (CorruptRecordError, SideTakenError) as error:
-            # Perhaps its maker has not finished, or a sweep tries its locks: we look again.
+        except (CorruptRecordError, SideTakenError, StoppedOperatorError) as error:
+            # Perhaps its maker has not finished, a sweep tries its locks, or its operator is stopped: we look again.
             log.debug("not attached to %s: %s", name, error)
             return
         except TransportError as error:

@@ -147,3 +147,16 @@ def test_views_outlive_the_hub_without_a_crash(run_id):
         SidecarHub(run_id, COLUMNS).close(unlink=False)
     gc.collect()
     assert kept.tolist() == [7.0] * 3
+
+
+def test_a_delivery_that_is_open_when_its_hub_closes_says_so_afterwards(run_id):
+    with pair(run_id) as (channel, hub):
+        fill(channel, 1, 7.0)
+        delivery = take(hub)
+        hub.close(unlink=False)
+        with SidecarHub(run_id, COLUMNS) as successor:
+            take(successor).release()
+            reuse_all_slots(channel, successor)
+            for use in (lambda: delivery.batch, lambda: delivery.payload):
+                with pytest.raises(TransportError, match="closed hub"):
+                    use()
