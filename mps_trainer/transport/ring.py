@@ -164,6 +164,11 @@ class RingReader:
             return None
         try:
             found = ring.oldest_ready(likely=self._likely)
+            if found is not None and found[1] != self._likely:
+                # A scan is no snapshot: it may have passed a slot just before an older record was committed there. What
+                # is older than a record that we have seen is committed by now, and nobody can evict it from under us,
+                # so that a second scan finds the oldest.
+                found = ring.oldest_ready(likely=self._likely)
             if found is not None:
                 ring.words[found[0]] = found[1] << 2 | READING
                 self._likely = found[1] + 1

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import queue
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from channel_peers import COLUMNS, SMALL, Child, assert_same, forever, make_rows
 
 from mps_trainer.columns import Column
 from mps_trainer.errors import ConfigError, ExperienceError, TransportError
-from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers
+from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, locks
 
 pytestmark = pytest.mark.usefixtures("memory_order")
 
@@ -501,3 +503,101 @@ def test_impossible_sizes_are_refused_by_name(settings, says):
 def test_the_default_fits_a_container(run_id):
     with OperatorChannel.create(run_id, COLUMNS, RingSettings()) as channel:
         assert channel.segment.nbytes <= 48 * 10**6
+
+
+def several_parts():
+    """A channel's settings and rows that it must split."""
+    return RingSettings(num_slots=4, slot_bytes=4096, reply_slot_bytes=4096), make_rows(8, 5, mean_tokens=100)
+
+
+@pytest.mark.parametrize("wrong", [lambda row: row.astype(np.float64), lambda row: row[None], lambda row: row.tolist()])
+@pytest.mark.parametrize("column", ["tokens", "feature"])
+def test_a_bad_row_in_a_later_part_is_noticed_before_the_first_is_sent(run_id, wrong, column):
+    settings, rows = several_parts()
+    with pair(run_id, settings) as (channel, _):
+        good = rows[column][7]
+        rows[column][7] = wrong(good)
+        with pytest.raises(ExperienceError, match=f"column '{column}'"):
+            channel.send(rows, request_id=2, want_scores=True)
+        assert channel.backlog() == channel.counters.records_sent == 0
+        rows[column][7] = good
+        assert channel.send(rows, request_id=2, want_scores=False).parts > 1
+
+
+def test_parts_before_an_error_are_counted_and_nobody_waits_for_their_scores(run_id, monkeypatch):
+    settings, rows = several_parts()
+    with pair(run_id, settings) as (channel, _):
+
+        def write(measured, start, stop, message, out, real=channel._codec.write):
+            if start:
+                raise ExperienceError("played")
+            real(measured, start, stop, message, out)
+
+        monkeypatch.setattr(channel._codec, "write", write)
+        with pytest.raises(ExperienceError, match="played"):
+            channel.send(rows, request_id=2, want_scores=True)
+        assert channel.backlog() == channel.counters.records_sent == 1
+        assert channel.counters.rows_sent + channel.counters.rows_dropped_newest == 8
+        start = time.monotonic()
+        assert channel.receive_scores(2, 5.0) is None
+        assert time.monotonic() - start < 1.0
+
+
+def test_a_claim_takes_the_oldest_record_even_if_it_was_committed_during_the_scan(run_id, monkeypatch):
+    # Where the lock orders commits, they cannot happen during a scan at all.
+    monkeypatch.setattr(locks, "TOTAL_STORE_ORDER", True)
+
+    class Scanned:
+        """The words, with two records committed after the first word of the first scan was read."""
+
+        def __init__(self, words, commit):
+            self.words, self.commit = words, commit
+
+        def tolist(self):
+            first, commit, self.commit = self.words[0], self.commit, None
+            if commit is None:
+                return self.words.tolist()
+            commit()
+            return [first, *self.words.tolist()[1:]]
+
+        def __setitem__(self, slot, word):
+            self.words[slot] = word
+
+    with pair(run_id, backpressure="block") as (channel, hub):
+        reader = hub._channels[channel.name].reader
+        reader.ring.words = Scanned(reader.ring.words, lambda: [send(channel, 1), send(channel, 2)])
+        assert [reader.claim()[1], reader.claim()[1]] == [1, 2]
+
+
+def test_deliveries_may_be_released_by_several_threads(run_id):
+    deliveries, errors = queue.SimpleQueue(), []
+
+    def release():
+        while (delivery := deliveries.get()) is not None:
+            try:
+                delivery.release()
+            except (IndexError, TransportError) as error:  # noqa: PERF203  # one bad release is what is looked for
+                errors.append(error)
+
+    small = RingSettings(num_slots=64, slot_bytes=4096, reply_slot_bytes=4096)
+    with pair(run_id, small, backpressure="drop_newest") as (channel, hub):
+        threads = [threading.Thread(target=release) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        rows, taken, deadline = make_rows(1, 1, mean_tokens=3), 0, time.monotonic() + 1.0
+        while time.monotonic() < deadline and not errors:
+            for _ in range(10):
+                channel.send(rows, request_id=1, want_scores=False)
+            while (delivery := hub.receive()) is not None:
+                taken += 1
+                deliveries.put(delivery)
+        sys.setswitchinterval(interval)
+        for _ in threads:
+            deliveries.put(None)
+        for thread in threads:
+            thread.join(10.0)
+        assert errors == []
+        assert hub.producers()[0].taken.released == taken
+        assert channel.backlog() == 0
