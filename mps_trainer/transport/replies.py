@@ -56,6 +56,10 @@ class Scores:
     sidecar_ns: int
 
 
+def _nobody() -> bool:
+    return False
+
+
 @dataclass
 class _Pending:
     parts: int
@@ -134,6 +138,8 @@ class ReplyInbox:
             while self._sleeper:
                 self._changed.wait(_LOOK_S)
             self._wake.close()
+            # A method of the channel that owns us: a cycle, which would keep the mapping until the next collection.
+            self._sidecar_alive = _nobody
 
     def _sleep(self, timeout_s: float) -> None:
         if self._sleeper:

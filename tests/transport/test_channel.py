@@ -601,3 +601,15 @@ def test_deliveries_may_be_released_by_several_threads(run_id):
         assert errors == []
         assert hub.producers()[0].taken.released == taken
         assert channel.backlog() == 0
+
+
+def test_a_closed_channel_that_nobody_holds_gives_its_mapping_back_at_once(run_id):
+    gc.collect()
+    gc.disable()
+    try:
+        channel = OperatorChannel.create(run_id, COLUMNS, SMALL)
+        channel.close()
+        del channel
+        assert f"mpst.{run_id}" not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
