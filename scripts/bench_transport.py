@@ -5,8 +5,10 @@
 
 Throughput: the reader reads every byte and its sum is checked. A copy of the same bytes into pre-faulted shared memory
 is timed right before each round ("of memcpy"), since the memory bandwidth of a shared machine drifts. Latency: 1 KiB
-messages, 1 KiB replies over a link of the same kind. End to end: torch tensors in, torch tensors out, the same
-Arrow bytes for everybody. Medians over rounds, spread in brackets. Peers that are not installed are skipped by name:
+messages, 1 KiB replies over a link of the same kind. "ring" is what an operator and a sidecar call, with the codec,
+leases and counters; "ring (bare link, no API)" its protocol alone, as bare as the other links. End to end: torch
+tensors in, torch tensors out, the same Arrow bytes for everybody. Medians over rounds, spread in brackets. Peers that
+are not installed are skipped by name:
 pip install iceoryx2 pyzmq fastapi uvicorn requests ray
 """
 
@@ -64,6 +66,7 @@ def consume(name, address, reply_address, control):
             for _ in range(n):
                 array = reader.receive()
                 late.append(time.monotonic_ns() - int(array[:8].view(np.int64)[0]))
+                del array
                 reader.done()
                 back.send(reply)
             control.send(late)
@@ -271,13 +274,13 @@ def report(results, where):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it works")
-    parser.add_argument("--only", default="", help="comma-separated peers")
+    parser.add_argument("--only", default="", help="comma-separated peers, or how their names begin")
     parser.add_argument("--out", type=Path, default=None, help="write OUT.md and OUT.json")
     options = parser.parse_args()
     rounds, pings = (2, 300) if options.quick else (7, 2000)
     peers = {**dict.fromkeys(LINKS, LinkPeer), **dict.fromkeys(SERVICES, ServicePeer)}
     if options.only:
-        peers = {name: kind for name, kind in peers.items() if name in options.only.split(",")}
+        peers = {name: kind for name, kind in peers.items() if name.startswith(tuple(options.only.split(",")))}
     rng = np.random.default_rng(1)
     raw = [rng.integers(0, 256, MIB16, dtype=np.uint8) for _ in range(4)]
     codec = Codec(COLUMNS)

@@ -204,7 +204,7 @@ def service_case(name):
 
 CASES = {
     "ring": ring_case,
-    **{name: link_case(name) for name in LINKS if name != "ring"},
+    **{name: link_case(name) for name in LINKS if not name.startswith("ring")},
     **{name: service_case(name) for name in SERVICES},
 }
 

@@ -16,74 +16,10 @@ import sys
 import time
 
 import numpy as np
-
-from mps_trainer.transport import RingSettings, Segment, names, schema
-from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES
-from mps_trainer.transport.record import KIND_BATCH, RecordHeader, unpack_record
-from mps_trainer.transport.ring import Released, RingReader, RingWriter, feed_ring
-from mps_trainer.transport.segment import new_header
-from mps_trainer.transport.semaphores import WakeUp
+from bench_transport_ring import BareIn, BareOut, RingIn, RingOut
 
 #: Messages under way.
 DEPTH = 4
-
-
-class RingOut:
-    """This project's ring with every safety step of `OperatorChannel.send` but without the codec."""
-
-    def __init__(self, address, nbytes, depth):
-        slots = RingSettings(num_slots=depth, slot_bytes=max(4096, nbytes + RECORD_HEADER_BYTES), reply_slot_bytes=4096)
-        self.segment = Segment.create(new_header(address, slots, "block", b"[]", schema.digest(b"[]")))
-        self.writer = RingWriter(feed_ring(self.segment))
-        self.space = WakeUp(names.space_name(address, self.segment.header.index), create=True)
-        self.bell = WakeUp(names.reply_name(address, self.segment.header.index), create=True)
-        self.mapped = np.frombuffer(self.segment.memory, np.uint8)
-        self.segment.publish()
-
-    def send(self, array):
-        while (slot := self.writer.reserve()) is None:
-            self.space.wait(1.0)
-        at = self.writer.ring.offset(slot)
-        np.copyto(self.mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + array.nbytes], array)
-        seq = self.writer.next_seq
-        header = RecordHeader(KIND_BATCH, seq, array.nbytes, seq, num_rows=1, sent_ns=time.monotonic_ns())
-        self.segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self.segment.header.generation)
-        self.writer.commit(slot, seq)
-        self.space.consume()
-        self.bell.post()
-
-    def close(self):
-        self.segment.remove()
-        self.segment.close()
-
-
-class RingIn:
-    def __init__(self, address):
-        self.segment = Segment.attach(names.segment_name(address, 0), LOCK_SIDECAR_LIFE)
-        self.reader = RingReader(feed_ring(self.segment))
-        self.space = WakeUp(names.space_name(address, 0), create=False)
-        self.bell = WakeUp(names.reply_name(address, 0), create=False)
-        self.mapped = np.frombuffer(self.segment.readonly, np.uint8)
-
-    def receive(self):
-        while (claimed := self.reader.claim()) is None:
-            self.bell.wait(1.0)
-        self.bell.consume()
-        self.slot, seq = claimed
-        ring = self.reader.ring
-        at = ring.offset(self.slot)
-        raw = self.mapped[at : at + RECORD_HEADER_BYTES].tobytes()
-        generation = self.segment.header.generation
-        header = unpack_record(raw, generation=generation, seq=seq, capacity=ring.capacity, kind=KIND_BATCH)
-        return self.mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + header.payload_bytes]
-
-    def done(self):
-        if self.reader.release(self.slot) is Released.WAKE:
-            self.space.post()
-
-    def close(self):
-        self.segment.remove()
-        self.segment.close()
 
 
 class UnixOut:
@@ -277,6 +213,7 @@ class QueueIn:
 
 LINKS = {
     "ring": (RingOut, RingIn),
+    "ring (bare link, no API)": (BareOut, BareIn),
     "iceoryx2": (IceoryxOut, IceoryxIn),
     "unix socket": (UnixOut, UnixIn),
     "zmq ipc": (ZmqOut, ZmqIn),

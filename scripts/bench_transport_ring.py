@@ -1,0 +1,108 @@
+"""This project's ring for bench_transport.py: as an operator and a sidecar use it, and its bare protocol."""
+
+import time
+
+import numpy as np
+
+from mps_trainer.columns import Column
+from mps_trainer.transport import OperatorChannel, RingSettings, Segment, SidecarHub, names, schema
+from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES
+from mps_trainer.transport.record import KIND_BATCH, RecordHeader, unpack_record
+from mps_trainer.transport.ring import Released, RingReader, RingWriter, feed_ring
+from mps_trainer.transport.segment import new_header
+from mps_trainer.transport.semaphores import WakeUp
+
+#: One row a message, and one column that holds its bytes.
+COLUMNS = (Column(name="message", source="message", dtype="uint8", shape=(None,), maximum=2**26),)
+
+
+class RingOut:
+    """The product: `OperatorChannel.send`, codec and all."""
+
+    def __init__(self, address, nbytes, depth):
+        slots = RingSettings(num_slots=depth, slot_bytes=nbytes + 4096, reply_slot_bytes=4096)
+        self.channel = OperatorChannel.create(address, COLUMNS, slots, backpressure="block", block_timeout_s=60.0)
+
+    def send(self, array):
+        if self.channel.send({"message": [array]}, request_id=1, want_scores=False).rows_dropped:
+            raise RuntimeError("the ring dropped a message")
+
+    def close(self):
+        self.channel.close()
+
+
+class RingIn:
+    """The product: `SidecarHub.wait`, `receive`, `Delivery.release`."""
+
+    def __init__(self, address):
+        self.hub = SidecarHub(address, COLUMNS)
+
+    def receive(self):
+        while not self.hub.wait(1.0):
+            pass
+        self.delivery = self.hub.receive()
+        return self.delivery.batch["message"].values
+
+    def done(self):
+        self.delivery.release()
+
+    def close(self):
+        self.hub.close(unlink=True)
+
+
+class BareOut:
+    """The protocol of the ring alone: no codec, one channel, no look for others, counters, leases or kept views."""
+
+    def __init__(self, address, nbytes, depth):
+        slots = RingSettings(num_slots=depth, slot_bytes=max(4096, nbytes + RECORD_HEADER_BYTES), reply_slot_bytes=4096)
+        self.segment = Segment.create(new_header(address, slots, "block", b"[]", schema.digest(b"[]")))
+        self.writer = RingWriter(feed_ring(self.segment))
+        self.space = WakeUp(names.space_name(address, self.segment.header.index), create=True)
+        self.bell = WakeUp(names.reply_name(address, self.segment.header.index), create=True)
+        self.mapped = np.frombuffer(self.segment.memory, np.uint8)
+        self.segment.publish()
+
+    def send(self, array):
+        while (slot := self.writer.reserve()) is None:
+            self.space.wait(1.0)
+        at = self.writer.ring.offset(slot)
+        np.copyto(self.mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + array.nbytes], array)
+        seq = self.writer.next_seq
+        header = RecordHeader(KIND_BATCH, seq, array.nbytes, seq, num_rows=1, sent_ns=time.monotonic_ns())
+        self.segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self.segment.header.generation)
+        self.writer.commit(slot, seq)
+        self.space.consume()
+        self.bell.post()
+
+    def close(self):
+        self.segment.remove()
+        self.segment.close()
+
+
+class BareIn:
+    def __init__(self, address):
+        self.segment = Segment.attach(names.segment_name(address, 0), LOCK_SIDECAR_LIFE)
+        self.reader = RingReader(feed_ring(self.segment))
+        self.space = WakeUp(names.space_name(address, 0), create=False)
+        self.bell = WakeUp(names.reply_name(address, 0), create=False)
+        self.mapped = np.frombuffer(self.segment.readonly, np.uint8)
+
+    def receive(self):
+        while (claimed := self.reader.claim()) is None:
+            self.bell.wait(1.0)
+        self.bell.consume()
+        self.slot, seq = claimed
+        ring = self.reader.ring
+        at = ring.offset(self.slot)
+        raw = self.mapped[at : at + RECORD_HEADER_BYTES].tobytes()
+        generation = self.segment.header.generation
+        header = unpack_record(raw, generation=generation, seq=seq, capacity=ring.capacity, kind=KIND_BATCH)
+        return self.mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + header.payload_bytes]
+
+    def done(self):
+        if self.reader.release(self.slot) is Released.WAKE:
+            self.space.post()
+
+    def close(self):
+        self.segment.remove()
+        self.segment.close()
