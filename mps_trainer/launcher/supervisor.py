@@ -1,8 +1,9 @@
 """`python -m mps_trainer.launcher.supervisor`: the small process that keeps one sidecar alive.
 
     start > READY within ready_timeout > watch --- killed ----------------> RESTARTING (backoff) > start
-                                           |------ exit 0 (idle) ---------> end
+                                           |------ exit 0, STOPPED (idle) -> end
                                            |------ task error, bad config > FAILED > end; the rollout goes on
+                                           |------ exit 0 otherwise ------> FAILED > end; it was the task's doing
                                            `------ SIGTERM, owner gone ---> SIGTERM, drain, (SIGSTOP,) SIGKILL > end
 
 An end that is asked for between two lives starts one more sidecar, which takes what is in the rings and the journal.
@@ -85,7 +86,7 @@ class Supervisor:
                 problem += self._share.sidecar_has_ended(sidecar.pid)
             log.info("sidecar %d ended: %s", sidecar.pid, problem)
             if code == exit_codes.OK:
-                return exit_codes.OK
+                return self._judge_success(sidecar)
             if code in exit_codes.FINAL or not self._restarts.was_ready:
                 return self._fail(*self._explain(sidecar, problem), code)
             backoff_s = self._restarts.count()
@@ -174,13 +175,22 @@ class Supervisor:
         error, todo = self._reported_failure
         if error:
             return error, todo
-        try:
-            status = Status.load(Path(self._record.run_dir))
-        except RunError:
-            status = None
+        status = self._saved_status()
         if status is not None and status.state is State.FAILED and status.error:
             return status.error, ""
         return f"the sidecar could not go on: {problem}\n{sidecar.log_tail()}", f"see {sidecar.log}"
+
+    def _judge_success(self, sidecar: SidecarProcess) -> int:
+        # A task can end the process with code 0 too; only a sidecar that has saved everything writes STOPPED.
+        if not self._has_stopped():
+            todo = f"look for sys.exit() or os._exit() in the task and what it imports; see {sidecar.log}"
+            return self._fail("the sidecar ended with exit code 0 without being asked", todo, exit_codes.OK)
+        self._reporter.failed("the sidecar was ended before it was ready", "start it again")
+        return exit_codes.OK
+
+    def _has_stopped(self) -> bool:
+        status = self._saved_status()
+        return status is not None and status.state is State.STOPPED
 
     def _fail(self, error: str, todo: str, code: int) -> int:
         if self._share is not None:
@@ -201,19 +211,22 @@ class Supervisor:
         ended = sidecar.stop(self._grace_s)
         log.info("sidecar %d %s", sidecar.pid, ended.value)
         code = sidecar.child.returncode
-        if code != 0:
+        if code != 0 or not self._has_stopped():
             what = f"{problem}; the sidecar was {ended.value} ({describe_exit(code)})"
             self._save_status(State.FAILED, _with_todo(*self._explain(sidecar, what)))
         self._reporter.failed(f"the run was ended before it was ready: {self._asked_to_end}", "start it again")
         return 0
 
     def _save_status(self, state: State, error: str) -> None:
-        run_dir = Path(self._record.run_dir)
+        status = self._saved_status() or Status(run_id=self._record.run_id, device=self._record.device)
+        status = replace(status, state=state, pid=0, restarts=self._restarts.total, error=error)
+        status.save(Path(self._record.run_dir))
+
+    def _saved_status(self) -> Status | None:
         try:
-            status = Status.load(run_dir)
+            return Status.load(Path(self._record.run_dir))
         except RunError:
-            status = Status(run_id=self._record.run_id, device=self._record.device)
-        replace(status, state=state, pid=0, restarts=self._restarts.total, error=error).save(run_dir)
+            return None
 
     def _listen_for_signals(self) -> int:
         reading, writing = os.pipe()

@@ -138,7 +138,9 @@ class Trainer:
             raise self._error(
                 f"{where} ran out of memory: {error}", packed, "raise memory:, or lower batch_size or the maxima"
             ) from error
-        except Exception as error:
+        # The sidecar handles its signals by itself, so these two come from the task; SystemExit would look like an end
+        # that was asked for.
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             todo = f"correct {where} of the task; the traceback is in sidecar.log"
             raise self._error(f"{where} raised {type(error).__name__}: {error}", packed, todo) from error
 

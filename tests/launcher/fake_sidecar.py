@@ -48,6 +48,8 @@ def main() -> int:
     if options.behaviour == "crash-at-start":
         sys.stderr.write("Segmentation fault in the driver\n")
         os.kill(os.getpid(), signal.SIGKILL)
+    if options.behaviour == "exit-0-at-start":
+        return exit_codes.OK
     if options.behaviour == "silent":
         time.sleep(60)
     Status(run_id=record.run_id, state=State.READY, pid=os.getpid()).save(run_dir)
@@ -57,7 +59,10 @@ def main() -> int:
         return exit_codes.TASK_FAILED
     if options.behaviour == "crash-when-ready":
         os.kill(os.getpid(), signal.SIGKILL)
+    if options.behaviour == "exit-0":
+        return exit_codes.OK
     if options.behaviour == "idle":
+        Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
         return exit_codes.OK
     end = time.monotonic() + 60
     while time.monotonic() < end:
@@ -68,6 +73,8 @@ def main() -> int:
             error = "the loss is nan in step 7\n  What to do: lower the learning rate"
             Status(run_id=record.run_id, state=State.FAILED, error=error).save(run_dir)
             return exit_codes.TASK_FAILED
+        if asked and options.behaviour == "exit-0-when-asked":
+            return exit_codes.OK
         if asked and options.behaviour != "stubborn":
             break
         time.sleep(0.02)

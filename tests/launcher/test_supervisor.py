@@ -98,7 +98,21 @@ def test_a_task_error_is_not_restarted(write_config: Write, fake: Fake) -> None:
 def test_an_idle_sidecar_ends_the_run(write_config: Write, fake: Fake) -> None:
     run = start(write_config(), fake("idle"))
     assert run.supervisor.wait(20) == 0
+    assert run.status().state is State.STOPPED
     assert list_runs() == []
+
+
+def test_an_exit_with_0_that_nobody_asked_for_is_a_failure(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("exit-0"))
+    assert run.supervisor.wait(20) == 1
+    assert run.status().state is State.FAILED
+    assert "exit code 0 without being asked\n  What to do: look for sys.exit()" in run.status().error
+
+
+def test_up_tells_of_an_exit_with_0_before_ready(write_config: Write, fake: Fake) -> None:
+    with pytest.raises(RunError, match="exit code 0 without being asked") as caught:
+        start(write_config(), fake("exit-0-at-start"))
+    assert "sidecar.log" in caught.value.todo
 
 
 def test_up_reports_the_message_of_a_task_that_does_not_import(write_config: Write, fake: Fake) -> None:
@@ -187,6 +201,13 @@ def test_the_sidecars_own_word_on_its_failure_stays_when_it_fails_while_it_ends(
     run.stop()
     assert run.status().state is State.FAILED
     assert run.status().error == "the loss is nan in step 7\n  What to do: lower the learning rate"
+
+
+def test_an_exit_with_0_in_the_middle_of_the_end_is_a_failure(write_config: Write, fake: Fake) -> None:
+    run = start(write_config(), fake("exit-0-when-asked"))
+    run.stop()
+    assert run.status().state is State.FAILED
+    assert "exit code 0" in run.status().error
 
 
 def test_a_healthy_life_gives_the_restarts_back(

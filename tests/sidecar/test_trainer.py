@@ -116,6 +116,16 @@ def test_what_goes_wrong_in_a_task_is_told_with_step_and_experiences() -> None:
         Trainer(NoTensor(), 8, 0).train_step(rewards(1))
 
 
+@pytest.mark.parametrize("end", [SystemExit(0), KeyboardInterrupt()])
+def test_a_task_that_ends_the_process_is_a_task_error(end: BaseException) -> None:
+    class Ends(broken_tasks.Plain):
+        def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+            raise end
+
+    with pytest.raises(TaskError, match=f"loss raised {type(end).__name__}"):
+        Trainer(Ends(), 8, 0).train_step(rewards(1))
+
+
 def test_a_checkpoint_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
     trainer, successor = new_trainer(), new_trainer(seed=9)
     for i in range(3):
