@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from mps_trainer.errors import RunError
 
@@ -72,10 +73,37 @@ class Status:
 
     @classmethod
     def load(cls, run_dir: Path) -> Status:
-        """Read `status.json`; RunError when there is none."""
+        """Read `status.json`; RunError when it is missing, cannot be read or is none."""
         path = run_dir / "status.json"
         try:
-            data = json.loads(path.read_text())
+            return cls._from_json(json.loads(path.read_text()))
         except FileNotFoundError:
             raise RunError(f"{path} does not exist", "the sidecar has not started; see sidecar.log beside it") from None
-        return cls(**{**data, "state": State(data["state"])})
+        except OSError as error:
+            raise RunError(
+                f"cannot read {path}: {error.strerror}",
+                "name a run folder, <name>.mps-trainer/<run id>, as the user who started the run",
+            ) from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RunError(
+                f"{path} is no status of a sidecar: {error}",
+                "see sidecar.log beside it; a live sidecar replaces the file within seconds, else start the run again",
+            ) from None
+
+    @classmethod
+    def _from_json(cls, data: Any) -> Status:
+        """ValueError or TypeError for anything that `save` cannot have written."""
+        if not isinstance(data, dict):
+            raise TypeError(f"it holds a {type(data).__name__}, not an object")
+        missing = {"run_id", "state"} - data.keys()
+        if missing:
+            raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+        values = {**data, "state": State(data["state"])}
+        kinds = get_type_hints(cls)
+        for name, value in values.items():
+            kind = kinds.get(name)
+            # A float without a fraction is a whole number to other writers of JSON; a bool is an int to Python only.
+            number = isinstance(value, int) and kind in (float, float | None)
+            if (kind is not None and not number and not isinstance(value, kind)) or isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}")
+        return cls(**values)

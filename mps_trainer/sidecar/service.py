@@ -97,5 +97,9 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, ready: Re
 def _begin_status(record: RunRecord) -> Status:
     restarts = 0
     if (Path(record.run_dir) / "status.json").exists():
-        restarts = Status.load(Path(record.run_dir)).restarts
+        try:
+            restarts = Status.load(Path(record.run_dir)).restarts
+        except RunError as error:
+            # Replaced at once: a damaged picture of a predecessor is no reason to have no sidecar.
+            _log.warning("%s", error)
     return Status(run_id=record.run_id, pid=os.getpid(), device=record.device, restarts=restarts)
