@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -80,8 +81,22 @@ app.command()(look.doctor)
 app.command()(look.report)
 
 
+def _open_standard_descriptors() -> None:
+    """After `mps-trainer up x.yaml 2>&-` the next file would get descriptor 2, and a child's own stderr its place."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+    # Python has no object for a stream that was closed when it started.
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def run(argv: Sequence[str]) -> int:
     """Run the command line; the exit code."""
+    _open_standard_descriptors()
     try:
         app(args=list(argv), prog_name="mps-trainer")
     except SystemExit as end:
