@@ -15,7 +15,7 @@ from mps_trainer.cli import show
 from mps_trainer.errors import RunError
 from mps_trainer.launcher.process import Ended
 from mps_trainer.launcher.run_trinity import TrinityOptions, run_trinity
-from mps_trainer.launcher.runs import end_runs, select_runs
+from mps_trainer.launcher.runs import RunView, end_runs, select_runs
 from mps_trainer.launcher.up import RunHandle, prepare, start_run
 from mps_trainer.launcher.verdict import EXIT_OK
 
@@ -135,7 +135,19 @@ def down(
         show.line(f"no live run{f' of {what}' if what else ''}")
         return
     ended = end_runs(runs, progress=show.progress)
-    for item in ended:
+    for run, item in zip(runs, ended, strict=True):
         show.line(f"run {item.run_id}: {item.how.value}; results in {item.run_dir}")
+        if item.how is Ended.STILL_ALIVE:
+            _show_how_to_end(run)
     if any(item.how is Ended.STILL_ALIVE for item in ended):
         raise typer.Exit(1)
+
+
+def _show_how_to_end(run: RunView) -> None:
+    todo = (
+        f"see supervisor.log and sidecar.log in {run.record.run_dir}, then `mps-trainer down {run.record.run_id}` again"
+    )
+    if run.supervisor is not None:
+        pid = run.supervisor.pid
+        todo += f"; after `kill -KILL {pid}` (its supervisor) the sidecar ends in order by itself"
+    show.line(f"  What to do: {todo}", file=sys.stderr)

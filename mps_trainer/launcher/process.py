@@ -145,9 +145,11 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def stop_identity(process: ProcessIdentity, *, grace_s: float) -> Ended:
-    """Ask a process that is not our child to end, with SIGTERM only, and wait for it."""
+    """Ask a process that is not our child to end, with SIGTERM and no harder signal, and wait for it."""
     if not process.send(signal.SIGTERM):
         return Ended.ALREADY
+    # A process that somebody stopped cannot act on SIGTERM.
+    process.send(signal.SIGCONT)
     return Ended.BY_ITSELF if process.wait(grace_s) else Ended.STILL_ALIVE
 
 

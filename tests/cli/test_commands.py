@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mps_trainer.run import State, Status
+from mps_trainer.cli import runs
+from mps_trainer.cli.app import run
+from mps_trainer.launcher.process import Ended, ProcessIdentity
+from mps_trainer.launcher.runs import EndedRun, RunView
+from mps_trainer.run import RunPaths, RunRecord, State, Status
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +123,45 @@ def test_status_and_down_without_runs(mps_trainer: Command, config: Path) -> Non
     unknown = mps_trainer("down", "0123abcd")
     assert unknown.returncode == 2
     assert "no live run '0123abcd'; live runs: none" in unknown.stderr
+
+
+def test_down_says_what_to_do_when_something_is_still_alive(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record = RunRecord(
+        run_id="0123abcd",
+        config="x.yaml",
+        derived_config="x.mps.yaml",
+        run_dir=str(tmp_path),
+        ray_namespace="lab/run",
+        settings={},
+    )
+    view = RunView(record, RunPaths(tmp_path / "0123abcd.json"), None, ProcessIdentity(4242, 1))
+    ended = EndedRun(record.run_id, record.config, record.run_dir, Ended.STILL_ALIVE)
+    monkeypatch.setattr(runs, "select_runs", lambda _: [view])
+    monkeypatch.setattr(runs, "end_runs", lambda *_, **__: [ended])
+    assert run(["down"]) == 1
+    found = capsys.readouterr()
+    assert "run 0123abcd: still alive" in found.out
+    assert f"What to do: see supervisor.log and sidecar.log in {tmp_path}" in found.err
+    assert "kill -KILL 4242" in found.err
+
+
+_DESCRIPTORS = """
+import os, sys
+from mps_trainer.cli.app import run
+code = run(["--version"])
+print("nobody reads this", file=sys.stderr)
+with open(sys.argv[1], "w") as file:
+    file.write(f"{code} {file.fileno() > 2} {[os.readlink(f'/proc/self/fd/{i}') for i in range(3)]}")
+"""
+
+
+def test_a_command_with_closed_descriptors_opens_them(environment: dict[str, str], tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    command = [sys.executable, "-c", _DESCRIPTORS, str(found)]
+    subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command], env=environment, timeout=60, check=True)
+    assert found.read_text() == f"0 True {['/dev/null'] * 3}"
 
 
 def test_doctor_cleans_only_what_dead_runs_left(mps_trainer: Command, tmp_path: Path) -> None:

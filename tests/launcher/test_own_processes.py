@@ -47,6 +47,18 @@ def test_another_process_with_the_same_pid_is_left_alone(tmp_path: Path) -> None
     child.wait()
 
 
+def test_a_process_that_somebody_stopped_ends_when_asked(tmp_path: Path) -> None:
+    child = python("import time; time.sleep(60)", tmp_path / "log")
+    identity = ProcessIdentity.of(child.pid)
+    assert identity is not None
+    child.send_signal(signal.SIGSTOP)
+    try:
+        assert stop_identity(identity, grace_s=10) is Ended.BY_ITSELF
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_zombie_is_no_process(tmp_path: Path) -> None:
     child = python("pass", tmp_path / "log")
     wait_for(lambda: ProcessIdentity.of(child.pid) is None, "the zombie")
