@@ -80,14 +80,16 @@ class Settings(_Section):
     )
     memory_fraction: float | None = Field(None, gt=0, lt=1, description="the same as a share of the device")
 
-    batch_size: int = Field(256, ge=1, description="experiences in one training step")
+    batch_size: int = Field(256, ge=1, le=2**24, description="experiences in one training step")
     steps_per_batch: int = Field(4, ge=0, description="training steps after each batch from the explorer")
     min_experiences: int = Field(32, ge=1, description="experiences in the replay buffer before training starts")
-    replay_capacity: int = Field(8192, ge=1, description="experiences that the replay buffer keeps")
-    seed: int = Field(0, ge=0, description="for initial weights and sampling")
+    replay_capacity: int = Field(8192, ge=1, le=2**31, description="experiences that the replay buffer keeps")
+    seed: int = Field(0, ge=0, lt=2**63, description="for initial weights and sampling")
     checkpoint_every: int = Field(200, ge=1, description="training steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept on disk")
-    cpu_threads: int = Field(1, ge=1, description="threads of the sidecar on the CPU; the rollout needs the rest")
+    cpu_threads: int = Field(
+        1, ge=1, le=1024, description="threads of the sidecar on the CPU; the rollout needs the rest"
+    )
 
     score_timeout: Duration = Field(2.0, ge=0, description="how long a batch waits for its scores")
     min_version: int = Field(50, ge=0, description="scores count once the model has taken this many steps")

@@ -18,6 +18,8 @@ _SIZE_FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+#: Thirty years: longer waits overflow the system's timers and mean a typo.
+_LONGEST_S = 1e9
 _DURATION_FACTORS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -33,12 +35,17 @@ def parse_size(value: object) -> int:
 
 def parse_duration(value: object) -> float:
     """Seconds from "50ms", "2s", "10min", "1h" or a plain number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # A number comes from a saved settings file; its text may be in exponent form.
+        if not 0 <= value < _LONGEST_S:
+            raise ValueError(f"{value!r} is no duration; use 0 to {_LONGEST_S:.0e} seconds")
+        return float(value)
+    if not isinstance(value, str):
         raise ValueError(f"{value!r} is no duration; write it like 50ms, 2s or 10min")
     match = _DURATION.fullmatch(str(value))
     if match is None:
         raise ValueError(f"{value!r} is no duration; write it like 50ms, 2s or 10min")
-    return float(match[1]) * _DURATION_FACTORS[match[2] or "s"]
+    return parse_duration(float(match[1]) * _DURATION_FACTORS[match[2] or "s"])
 
 
 def format_size(num_bytes: float) -> str:

@@ -136,31 +136,37 @@ class AuxTrainer(ExperienceOperatorV1):
     ) -> None:
         """Append what happened to `operator.jsonl` in the run folder, with every dropped experience and why.
 
-        A log that cannot be written (a full disk) is counted and changes nothing else.
+        A log that cannot be written (a full disk, an info that is no dict) is counted and changes nothing else.
         """
         if feeder.run_dir is None:
             return
+        try:
+            line = self._log_line(exps, kept, exchange, metrics)
+            with (feeder.run_dir / "operator.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except Exception as error:  # noqa: BLE001  # the rollout comes first: a log is no reason to lose a batch
+            self._num_log_errors += 1
+            if self._num_log_errors == 1:
+                logger.warning("mps_trainer: operator.jsonl cannot be written: %s", error)
+
+    def _log_line(
+        self, exps: list[Experience], kept: list[Experience], exchange: Exchange, metrics: Metrics
+    ) -> dict[str, Any]:
         kept_ids = {id(exp) for exp in kept}
         limit = metrics.get("filter_limit", float("nan"))
+        why = f"{self._settings.filter.drop} {self._settings.filter.value:g}: score >= {limit:.4f}"
         dropped = [
             {
                 "eid": exp.eid.uid,
                 "score": float(score),
-                "why": f"{self._settings.filter.drop} {self._settings.filter.value:g}: score >= {limit:.4f}",
+                "why": why,
                 "reward": None if exp.reward is None else float(exp.reward),
-                "info": {k: v for k, v in exp.info.items() if isinstance(v, (int, float))},
+                "info": {str(k): v for k, v in (exp.info or {}).items() if isinstance(v, (int, float))},
             }
             for exp, score in zip(exps, exchange.scores.tolist(), strict=True)
             if id(exp) not in kept_ids
         ]
-        line = {"t": time.time(), "batch": self._num_batches, "seen": len(exps), "dropped": dropped, **metrics}
-        try:
-            with (feeder.run_dir / "operator.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            self._num_log_errors += 1
-            if self._num_log_errors == 1:
-                logger.warning("mps_trainer: operator.jsonl cannot be written: %s", error)
+        return {"t": time.time(), "batch": self._num_batches, "seen": len(exps), "dropped": dropped, **metrics}
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         assert self._thread is not None

@@ -86,7 +86,7 @@ class Extractor:
                 num_cut += was_cut
             for column in self._batch_columns:
                 row[column.name], _ = _convert(column, batch_values[column.name][position], experience)
-        except (ExperienceError, TypeError, ValueError, AttributeError) as error:
+        except (ExperienceError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             problem = error if isinstance(error, ExperienceError) else _unreadable(column, experience, error)
             out.problems[column.name] = out.problems.get(column.name, 0) + 1
             out.first_problem = out.first_problem or str(problem)
@@ -133,7 +133,7 @@ def _convert(column: Column, value: Any, experience: ExperienceLike) -> tuple[An
     if column.kind == "vector":
         if len(array) != column.width:
             raise ExperienceError(
-                f"column {column.name!r} ({column.source}) of experience {experience.eid.uid} has width {len(array)}, "
+                f"column {column.name!r} ({column.source}) of experience {_name(experience)} has width {len(array)}, "
                 f"the task expects {column.width}",
                 "set the width that your workflow stores in task_args (feature_dim for the built-in classifier)",
             )
@@ -144,17 +144,21 @@ def _convert(column: Column, value: Any, experience: ExperienceLike) -> tuple[An
 
 def _not_finite(column: Column, experience: ExperienceLike) -> ExperienceError:
     return ExperienceError(
-        f"column {column.name!r} ({column.source}) of experience {experience.eid.uid} holds NaN or infinity",
+        f"column {column.name!r} ({column.source}) of experience {_name(experience)} holds NaN or infinity",
         "correct what your workflow stores there; experiences with such values are not fed",
     )
 
 
 def _unreadable(column: Column, experience: ExperienceLike, error: Exception) -> ExperienceError:
     return ExperienceError(
-        f"column {column.name!r} cannot be read from {column.source} of experience {experience.eid.uid} as "
+        f"column {column.name!r} cannot be read from {column.source} of experience {_name(experience)} as "
         f"{column.dtype}{list(column.shape) or ''}: {type(error).__name__}: {error}",
         "correct the source or the dtype of the task's column, or what your workflow stores there",
     )
+
+
+def _name(experience: ExperienceLike) -> str:
+    return str(getattr(experience.eid, "uid", "without an id"))
 
 
 def to_numpy(value: Any) -> Array:
@@ -183,7 +187,7 @@ def _missing(column: Column, experience: ExperienceLike) -> str:
     if head in ("info", "metrics"):
         keys = sorted(getattr(experience, head))
         there = f"; its {head} holds {', '.join(keys) or 'nothing'}"
-    return f"experience {experience.eid.uid} has no {column.source} (column {column.name!r}){there}"
+    return f"experience {_name(experience)} has no {column.source} (column {column.name!r}){there}"
 
 
 def _as_rows(column: Column, values: list[Any]) -> Array | list[Any]:
@@ -192,19 +196,34 @@ def _as_rows(column: Column, values: list[Any]) -> Array | list[Any]:
     return values
 
 
+def _usable_reward(experience: ExperienceLike) -> float | None:
+    """The reward as a finite number; None where there is none, so that one bad reward spoils no mean."""
+    try:
+        reward = float(experience.reward)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return reward if math.isfinite(reward) else None
+
+
 def _batch_mean(experiences: Sequence[ExperienceLike]) -> list[float | None]:
-    rewards = [float(e.reward) for e in experiences if e.reward is not None]
-    mean = sum(rewards) / len(rewards) if rewards else None
-    return [None if e.reward is None else mean for e in experiences]
+    rewards = [_usable_reward(experience) for experience in experiences]
+    known = [reward for reward in rewards if reward is not None]
+    mean = sum(known) / len(known) if known else None
+    return [None if reward is None else mean for reward in rewards]
 
 
 def _group_mean(experiences: Sequence[ExperienceLike]) -> list[float | None]:
+    rewards = [_usable_reward(experience) for experience in experiences]
+    groups = [getattr(experience.eid, "tid", "") for experience in experiences]
     sums: dict[str, tuple[float, int]] = {}
-    for experience in experiences:
-        if experience.reward is not None:
-            total, count = sums.get(experience.eid.tid, (0.0, 0))
-            sums[experience.eid.tid] = total + float(experience.reward), count + 1
-    return [None if e.reward is None else sums[e.eid.tid][0] / sums[e.eid.tid][1] for e in experiences]
+    for group, reward in zip(groups, rewards, strict=True):
+        if reward is not None:
+            total, count = sums.get(group, (0.0, 0))
+            sums[group] = total + reward, count + 1
+    return [
+        None if reward is None else sums[group][0] / sums[group][1]
+        for group, reward in zip(groups, rewards, strict=True)
+    ]
 
 
 _BATCH_SOURCES: dict[str, Callable[[Sequence[ExperienceLike]], list[float | None]]] = {

@@ -25,6 +25,7 @@ from mps_trainer.operator.extract import ExperienceLike, Extracted, Extractor
 from mps_trainer.run import RunPaths, RunRecord, State, Status, boot_id, find_by_namespace, host_name, is_held
 from mps_trainer.tasks import load_task, wire_columns
 from mps_trainer.transport import OperatorChannel, RingSettings
+from mps_trainer.transport.sweep import remove_run
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +82,15 @@ class Feeder:
         return out
 
     def close(self) -> None:
-        """Leave the run. Records that the sidecar has not read stay for it."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        """Leave the run. Records that the sidecar has not read stay for it, or go with the run if that has ended."""
+        if self._channel is None or self._paths is None:
+            return
+        run_id = self._channel.segment.header.run_id
+        self._channel.close()
+        self._channel = None
+        if not is_held(self._paths.supervisor_lock):
+            # Supervisor and sidecar have cleaned up already; what was kept for a successor has none.
+            remove_run(run_id)
 
     def connect(self) -> None:
         """Join the run; RunError or PlacementError says why not."""

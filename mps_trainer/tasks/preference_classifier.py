@@ -147,6 +147,8 @@ class PreferenceClassifier(AuxiliaryTask):
 
 def _statistics(logprobs: Ragged, num_tokens: Tensor) -> Tensor:
     """(B, 4): mean, minimum and standard deviation of the logprobs, log of the number of tokens; each near [-1, 1]."""
+    # Masked tokens often carry the lowest float there is, whose square overflows.
+    logprobs = Ragged(logprobs.values.float().clamp(-100, 0), logprobs.offsets)
     mean = logprobs.mean()
     square = Ragged(logprobs.values.float() ** 2, logprobs.offsets).mean()
     lowest = torch.zeros_like(mean).scatter_reduce_(0, logprobs.row_index, logprobs.values.float(), "amin")

@@ -66,3 +66,19 @@ def test_no_duration(value):
 def test_no_size(value):
     with pytest.raises(ValueError, match="no size"):
         parse_size(value)
+
+
+@pytest.mark.parametrize("written", ["0.05ms", "1e-9", 5e-05, "30s"])
+def test_what_is_saved_can_be_loaded_again(written):
+    if written == "1e-9":
+        written = 1e-9
+    settings = load_settings({"block_timeout": written})
+    assert load_settings(settings.dump()) == settings
+
+
+@pytest.mark.parametrize(
+    "args", [{"ready_timeout": "9999999999999999s"}, {"seed": 10**26}, {"cpu_threads": 100000}, {"batch_size": 10**20}]
+)
+def test_absurd_numbers_are_refused_before_anything_starts(args):
+    with pytest.raises(ConfigError, match=next(iter(args))):
+        load_settings(args)

@@ -21,6 +21,7 @@ from trinity.common.experience import EID, Experience
 from mps_trainer.errors import ConfigError, MpsTrainerError, TaskError
 from mps_trainer.operator import AuxTrainer
 from mps_trainer.run import RunRecord
+from mps_trainer.transport import leftovers
 
 
 def experiences(seed: int, size: int = 32) -> list[Experience]:
@@ -159,7 +160,10 @@ def test_a_dead_sidecar_costs_nothing(make_run: Any) -> None:
         return await aux.process(experiences(2))
 
     kept, metrics = asyncio.run(main())
+    assert leftovers(run.run_id), "the record waits for a successor"
+    run.supervisor.release()
     asyncio.run(aux.close())
+    assert leftovers(run.run_id) == [], "the run has ended: there is no successor"
     assert len(kept) == 32
     assert metrics["aux_trainer/sidecar_up"] == 0
     assert metrics["aux_trainer/process_ms"] < 2000
@@ -293,3 +297,15 @@ def test_a_failed_sidecar_is_told_with_its_reason(
     assert metrics["aux_trainer/sidecar_failed"] == 1
     assert "the loss is nan" in caplog.text
     assert "start it again" not in caplog.text
+
+
+@pytest.mark.parametrize("info", [{(1, 2): 3}, None, {"x": 10**5000}])
+def test_a_strange_info_costs_no_batch(make_run: Any, info: Any) -> None:
+    run = make_run(min_experiences=8)
+    run.start()
+    batches = [experiences(1), experiences(2)]
+    for experience in batches[1]:
+        experience.info = info
+    [_, (kept, metrics)] = drive(operator(run, use="filter", filter={"value": 0.25}, min_version=1), batches)
+    assert len(kept) == 24
+    assert metrics["aux_trainer/errors_total"] == 0

@@ -118,3 +118,22 @@ def test_what_cannot_be_read_is_named_and_costs_only_that_experience(column, sai
     assert out.problems == {"x": 1}
     assert said in out.first_problem
     assert "What to do" in out.first_problem
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "x", {}, torch.ones(2), 10**400])
+@pytest.mark.parametrize("source", ["batch.reward_mean", "group.reward_mean"])
+def test_one_bad_reward_costs_one_experience(source, bad):
+    batch = [experience(reward=1.0), experience(run=1, reward=3.0), experience(run=2, reward=1.0)]
+    batch[2].reward = bad
+    out = Extractor((Column(name="baseline", source=source), Column(name="outcome", source="reward")))(batch)
+    assert out.fed == [0, 1]
+    assert out.rows["baseline"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("eid", [None, "a string"])
+def test_an_experience_without_an_id_is_left_out(eid):
+    batch = [experience(reward=1.0), experience(run=1, reward=3.0)]
+    batch[1].eid = eid
+    out = Extractor((*IDENTITY_COLUMNS, Column(name="baseline", source="group.reward_mean")))(batch)
+    assert out.fed == [0]
+    assert "without an id" in out.first_problem

@@ -132,3 +132,16 @@ def test_empty_responses_have_finite_scores() -> None:
 def test_a_wrong_argument_names_itself(task_args: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         load_task("preference_classifier", task_args)
+
+
+def test_logprobs_of_masked_tokens_do_not_overflow() -> None:
+    from mps_trainer.tasks import Ragged
+
+    task = load_task("preference_classifier", {})
+    tensors = {
+        "tokens": Ragged(torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([0, 3])),
+        "logprobs": Ragged(torch.full((3,), torch.finfo(torch.float32).min), torch.tensor([0, 3])),
+        "outcome": torch.ones(1),
+        "baseline": torch.zeros(1),
+    }
+    assert task.score(task.build_model(), TaskBatch(tensors, {}, 1)).isfinite().all()
