@@ -1,31 +1,47 @@
-"""Reading a run folder's JSON lines."""
+"""Reading a run folder's JSON lines.
+
+A run that was killed, a full disk or an editor can leave anything there. What cannot be used is left out, so that the
+rest can be looked at: a line that is no JSON object, and in a line a value that is not of its type.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mps_trainer.errors import RunError
+
 Line = dict[str, Any]
+_NUM_QUANTILES = 5
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Every whole line; [] when there is no file. A line that a killed process left half written is skipped."""
-    if not path.exists():
+    """Every whole line that is a JSON object; [] when there is no file. RunError when the file cannot be read."""
+    try:
+        # Only the newline ends a line: a text may hold what else `splitlines` takes for an end.
+        texts = path.read_text(errors="replace").split("\n")
+    except FileNotFoundError:
         return []
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:  # noqa: PERF203
-            continue
-    return lines
+    except OSError as error:
+        raise RunError(
+            f"cannot read {path}: {error.strerror}", "name a run folder, as the user who started the run"
+        ) from None
+    return [line for line in map(_parse, texts) if isinstance(line, dict)]
 
 
 def batch_lines(run_dir: Path) -> list[Line]:
-    """The batches of metrics.jsonl in order, each once: those that a successor told again replace the first telling."""
+    """The batches of metrics.jsonl in order, each once: those that a successor told again replace the first telling.
+
+    What a line has of these is of this type: loss, auc and auc_window finite numbers, scores a list of five, dropped
+    an object of whole numbers. Each line has a batch.
+    """
     batches: list[Line] = []
-    for line in read_lines(run_dir / "metrics.jsonl"):
+    for line in (_keep(line, _OF_BATCH) for line in read_lines(run_dir / "metrics.jsonl")):
+        if "batch" not in line:
+            continue
         if line.get("kind") == "resume":
             batches = [batch for batch in batches if batch["batch"] <= line["batch"]]
         elif line.get("kind") == "batch":
@@ -34,10 +50,59 @@ def batch_lines(run_dir: Path) -> list[Line]:
 
 
 def operator_lines(run_dir: Path) -> list[Line]:
-    """What the operators wrote, in order of time."""
-    return sorted(read_lines(run_dir / "operator.jsonl"), key=lambda line: float(line.get("t", 0)))
+    """What the operators wrote, in order of time.
+
+    What a line has of these is of this type: seen and fed whole numbers, dropped a list of objects.
+    """
+    lines = [_keep(line, _OF_OPERATOR) for line in read_lines(run_dir / "operator.jsonl")]
+    return sorted(lines, key=lambda line: float(line.get("t", 0)))
 
 
 def column(lines: list[Line], name: str) -> list[float]:
     """One value a line, NaN where there is none."""
     return [float("nan") if line.get(name) is None else float(line[name]) for line in lines]
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _keep(line: Line, checks: Mapping[str, Callable[[Any], bool]]) -> Line:
+    return {name: value for name, value in line.items() if name not in checks or checks[name](value)}
+
+
+def _is_whole(value: Any) -> bool:
+    # JSON sets no limit to a whole number, but a larger one is no float.
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_quantiles(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == _NUM_QUANTILES and all(map(_is_number, value))
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _is_drops(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(drop, dict) for drop in value)
+
+
+_OF_BATCH = {
+    **dict.fromkeys(("t", "loss", "auc", "auc_window"), _is_number),
+    **dict.fromkeys(("step", "batch"), _is_count),
+    "scores": _is_quantiles,
+    "dropped": _is_counts,
+}
+_OF_OPERATOR = {"t": _is_number, "seen": _is_count, "fed": _is_count, "dropped": _is_drops}

@@ -84,7 +84,7 @@ def summarize(run_dir: Path) -> RunReport:
         trained=status.trained,
         scored=status.scored,
         dropped=len(drops),
-        drop_reasons=dict(Counter(_rule(drop.get("why", "")) for drop in drops)),
+        drop_reasons=dict(Counter(_rule(str(drop.get("why", ""))) for drop in drops)),
         lost=dict(batches[-1].get("dropped") or {}) if batches else {},
         first_loss=losses[0] if losses else status.first_loss,
         last_loss=losses[-1] if losses else status.loss,
@@ -122,7 +122,9 @@ def _paths(run_dir: Path) -> dict[str, Path]:
             "sidecar log": "sidecar.log",
         }.items()
     }
-    steps = sorted((run_dir / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    if steps:
-        found["checkpoint"] = steps[-1]
+    steps = {path.name.removeprefix("step-"): path for path in (run_dir / "checkpoints").glob("step-*")}
+    # Somebody may have put a copy beside them: step-80.bak is none of ours.
+    numbers = [name for name in steps if name.isdecimal()]
+    if numbers:
+        found["checkpoint"] = steps[max(numbers, key=int)]
     return {name: path for name, path in found.items() if path.exists()}

@@ -80,7 +80,9 @@ def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints of a run, newest first."""
     found = [path for path in folder.glob("step-*") if (path / "state.json").exists()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    # Somebody may have put a copy beside them: step-80.bak is none of ours.
+    ours = [path for path in found if path.name.removeprefix("step-").isdecimal()]
+    return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def load_newest(folder: Path, trainer: Trainer) -> Checkpoint | None:

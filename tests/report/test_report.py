@@ -114,6 +114,45 @@ def test_a_half_written_line_is_skipped(run_dir: Path) -> None:
     assert summarize(run_dir).last_loss == batch_line(20)["loss"]
 
 
+ODD_VALUES = (None, "x", [], {}, [1], {"a": "b"}, True, float("nan"), float("inf"), 10**400, [[1], 2, 3, 4, 5], -1)
+
+
+def test_lines_that_are_damaged_are_left_out(run_dir: Path) -> None:
+    expected = describe(summarize(run_dir))
+    for name in ("metrics.jsonl", "operator.jsonl"):
+        with (run_dir / name).open("ab") as file:
+            file.write(b'\n\xff\xfe\0\n[]\nnull\n7\n"x"\n{"kind": "resume"}\n{"kind": "batch"}\n' + b"[" * 100_000)
+    assert describe(summarize(run_dir)) == expected
+
+
+def test_values_of_a_wrong_type_are_left_out(tmp_path: Path) -> None:
+    batches = [batch_line(1)]
+    for name in ("kind", "t", "step", "batch", "loss", "auc", "auc_window", "scores", "dropped"):
+        batches += [{**batch_line(2 + i), name: value} for i, value in enumerate(ODD_VALUES)]
+    batches += [{"kind": "resume", "batch": value} for value in ODD_VALUES]
+    operator = [{**operator_line(9), name: value} for name in ("t", "seen", "fed", "dropped") for value in ODD_VALUES]
+    operator += [{**operator_line(9), "dropped": [{"why": value}]} for value in ODD_VALUES]
+    write_run(tmp_path / "run", batches, operator)
+    report = summarize(tmp_path / "run")
+    assert report.first_loss == batch_line(1)["loss"]
+    assert report.seen == 128 * sum(1 for line in operator if line["seen"] == 128)
+    assert describe(report)
+    assert plot(tmp_path / "run", tmp_path / "run.png").exists()
+
+
+def test_files_that_are_folders(run_dir: Path) -> None:
+    (run_dir / "operator.jsonl").unlink()
+    (run_dir / "operator.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"operator\.jsonl: Is a directory"):
+        summarize(run_dir)
+
+
+def test_a_copy_beside_the_checkpoints_is_none(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "step-80.bak").mkdir()
+    (run_dir / "checkpoints" / "step-").mkdir()
+    assert summarize(run_dir).paths["checkpoint"].name == "step-80"
+
+
 def test_no_run_folder(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no folder"):
         summarize(tmp_path / "nothing")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import broken_tasks
@@ -158,6 +159,14 @@ def test_only_the_newest_are_kept_and_half_ones_do_not_count(tmp_path: Path) -> 
     found = load_newest(tmp_path, trainer)
     assert found is not None
     assert found.state["step"] == 3
+
+
+def test_a_copy_beside_the_checkpoints_is_none(tmp_path: Path) -> None:
+    trainer = new_trainer()
+    trainer.train_step(batch(32))
+    path = save_checkpoint(tmp_path, trainer, Checkpoint(replay={}, state={}), keep=2)
+    shutil.copytree(path, tmp_path / f"{path.name}.bak")
+    assert checkpoints(tmp_path) == [path]
 
 
 def test_no_usable_checkpoint_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
