@@ -128,7 +128,8 @@ class OperatorChannel:
                     result = so_far
             finally:
                 # Also when a part raised: what was committed before it is on its way.
-                self._count(result)
+                self.counters.add(result, self._writer.ring.mutex.timeouts)
+                self._mirror.store()
                 if result.parts_sent < result.parts and want_scores:
                     self._inbox.abandon(request_id)
         return result
@@ -178,15 +179,11 @@ class OperatorChannel:
         self.segment.locks.check_open()
         if self._status[0] == layout.STATUS_REFUSED:
             raise TransportError(f"the sidecar refused {self.name}: {self._refusal()}", "start both from one config")
-        if self.segment.unlinked:
-            self._tell_unlinked()
+        error = self.segment.unlinked_error()
+        if error is not None:
+            self._tell_unlinked(error)
 
-    def _tell_unlinked(self) -> None:
-        error = TransportError(
-            f"{names.SHM_DIR}{self.name} was removed while this process used it: no sidecar can find it any more",
-            "do not clean /dev/shm by hand; if logging out does it (RemoveIPC of systemd), run "
-            "`loginctl enable-linger`, then create a new channel",
-        )
+    def _tell_unlinked(self, error: TransportError) -> None:
         if not self.segment.alive(LOCK_SIDECAR_LIFE):
             raise error
         if not self._said_unlinked:
@@ -306,13 +303,3 @@ class OperatorChannel:
             self._bell.close()
             self._bell = bell
         self._bell.post()
-
-    def _count(self, result: SendResult) -> None:
-        c = self.counters
-        c.records_sent += result.parts_sent
-        c.rows_sent += result.rows_sent
-        c.bytes_sent += result.nbytes
-        c.dropped_newest += result.parts - result.parts_sent
-        c.rows_dropped_newest += result.rows_dropped
-        c.lock_timeouts = self._writer.ring.mutex.timeouts
-        self._mirror.store()

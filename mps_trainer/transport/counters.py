@@ -47,6 +47,15 @@ class ChannelCounters:
         """Seconds spent waiting for room."""
         return self.blocked_ns / 1e9
 
+    def add(self, result: SendResult, lock_timeouts: int) -> None:
+        """Count what became of one batch."""
+        self.records_sent += result.parts_sent
+        self.rows_sent += result.rows_sent
+        self.bytes_sent += result.nbytes
+        self.dropped_newest += result.parts - result.parts_sent
+        self.rows_dropped_newest += result.rows_dropped
+        self.lock_timeouts = lock_timeouts
+
 
 @dataclass
 class HubCounters:

@@ -139,10 +139,15 @@ class Segment:
         """Whether the process at the other end holds its life lock."""
         return self.locks.held_elsewhere(life)
 
-    @property
-    def unlinked(self) -> bool:
-        """Whether its name is gone, while we hold it: removed by hand or by systemd's RemoveIPC, by no rule of ours."""
-        return os.fstat(self.locks.check_open()).st_nlink == 0
+    def unlinked_error(self) -> TransportError | None:
+        """What to say when the name is gone while we hold the segment, which no rule of ours does; else None."""
+        if os.fstat(self.locks.check_open()).st_nlink:
+            return None
+        return TransportError(
+            f"{names.SHM_DIR}{self.name} was removed while this process used it: no sidecar can find it any more",
+            "do not clean /dev/shm by hand; if logging out does it (RemoveIPC of systemd), run "
+            "`loginctl enable-linger`, then create a new channel",
+        )
 
     def remove(self) -> bool:
         """Remove the segment and its semaphores if nobody else uses them; True when they are gone afterwards."""
