@@ -16,7 +16,7 @@ from mps_trainer.launcher.doctor import Level, run_checks
 from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.launcher.runs import list_runs, select_runs
 from mps_trainer.launcher.up import prepare
-from mps_trainer.run import Status
+from mps_trainer.run import State, Status, is_run_alive
 
 _SIZES = ("memory", "ring_slot")
 
@@ -48,8 +48,12 @@ def status(
 
 
 def _print_status(found: Status) -> None:
+    state = found.state.value
+    # A killed run has said nothing of its end; these two states say it.
+    if found.state not in (State.STOPPED, State.FAILED) and not is_run_alive(found.run_id):
+        state += " (not running)"
     for key, value in asdict(found).items():
-        show.line(f"{key}: {value.value if key == 'state' else value}")
+        show.line(f"{key}: {state if key == 'state' else value}")
 
 
 def plan(config: ConfigArgument) -> None:

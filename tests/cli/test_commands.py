@@ -15,7 +15,7 @@ from mps_trainer.cli import runs
 from mps_trainer.cli.app import run
 from mps_trainer.launcher.process import Ended, ProcessIdentity
 from mps_trainer.launcher.runs import EndedRun, RunView
-from mps_trainer.run import RunPaths, RunRecord, State, Status
+from mps_trainer.run import STATE_DIR_VARIABLE, RunPaths, RunRecord, State, Status, run_paths, try_hold
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +162,20 @@ def test_a_command_with_closed_descriptors_opens_them(environment: dict[str, str
     command = [sys.executable, "-c", _DESCRIPTORS, str(found)]
     subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command], env=environment, timeout=60, check=True)
     assert found.read_text() == f"0 True {['/dev/null'] * 3}"
+
+
+def test_status_of_a_folder_says_whether_the_run_lives(
+    mps_trainer: Command, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Status(run_id="0123abcd", state=State.READY).save(tmp_path)
+    assert "state: ready (not running)\n" in mps_trainer("status", tmp_path).stdout
+    monkeypatch.setenv(STATE_DIR_VARIABLE, environment[STATE_DIR_VARIABLE])
+    lock = try_hold(run_paths("0123abcd").supervisor_lock)
+    assert lock is not None
+    with lock:
+        assert "state: ready\n" in mps_trainer("status", tmp_path).stdout
+    Status(run_id="0123abcd", state=State.STOPPED).save(tmp_path)
+    assert "state: stopped\n" in mps_trainer("status", tmp_path).stdout
 
 
 def test_doctor_cleans_only_what_dead_runs_left(mps_trainer: Command, tmp_path: Path) -> None:
