@@ -81,7 +81,7 @@ def derive(config: TrinityConfig, *, run_file: Path, one_gpu: bool) -> DerivedCo
         edits = [*_top_edits(original, tree, config, shape), _args_edit(original, tree, config, ours)]
         body = yaml_edit.apply(original, edits)
         changed_as_meant = yaml_edit.plain(body) == _wanted(original, config, ours, shape)
-    except (CannotEditError, YAMLError) as error:
+    except (CannotEditError, YAMLError, RecursionError) as error:
         raise _cannot_add(config, str(error).splitlines()[0]) from None
     if not changed_as_meant:
         raise _cannot_add(config, "an anchor, an alias or a tag is in the way")

@@ -6,6 +6,7 @@ Defaults are those of trinity-rft 0.6.
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,23 +91,40 @@ def read_trinity_config(path: Path) -> TrinityConfig:
 
 
 def _load(path: Path) -> DictConfig:
+    _require_file(path)
     try:
         tree = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise ConfigError(f"no such file: {path}", "give the path of your Trinity YAML") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder", "give the path of your Trinity YAML") from None
+    except OSError as error:
+        # Of a document that is a number OmegaConf says so with an OSError that has no errno.
+        problem = f"cannot be read: {error.strerror}" if error.errno else "holds no mapping of keys to values"
+        raise ConfigError(f"{path} {problem}", "give the path of your Trinity YAML") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply", "write it with fewer levels") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text: {error}", "give the path of your Trinity YAML") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
         raise ConfigError(f"{path} is no valid YAML: {error.problem} ({where})", "correct that line") from None
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"{path} is no valid YAML: {error}", "correct it") from None
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path} holds no mapping of keys to values", "give the path of your Trinity YAML")
     return tree
+
+
+def _require_file(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise ConfigError(f"no such file: {path}", "give the path of your Trinity YAML") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {path}: {reason}", "give the path of your Trinity YAML") from None
+    if not stat.S_ISREG(mode):
+        # A FIFO or a terminal may never end, and the file is read more than once.
+        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise ConfigError(f"{path} is {what}", "give the path of your Trinity YAML")
 
 
 def _our_block(tree: DictConfig, path: Path) -> tuple[int, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,12 +39,32 @@ def test_a_missing_file(tmp_path: Path) -> None:
     assert f"no such file: {tmp_path / 'no.yaml'}" in refused(tmp_path / "no.yaml").message
 
 
+def test_paths_that_are_no_file(tmp_path: Path, write_config: Write) -> None:
+    loop, fifo = tmp_path / "loop", tmp_path / "fifo"
+    loop.symlink_to(loop)
+    os.mkfifo(fifo)
+    assert "symbolic links" in refused(loop).message
+    assert "Not a directory" in refused(write_config() / "below.yaml").message
+    assert "File name too long" in refused(tmp_path / ("x" * 5000)).message
+    assert "null byte" in refused(tmp_path / "a\0b").message
+    assert "is no regular file" in refused(fifo).message
+    assert "is a folder" in refused(tmp_path).message
+
+
+def test_a_yaml_that_is_nested_too_deeply(write_config: Write) -> None:
+    assert "nested too deeply" in refused(write_config(("mode: explore", f"x: {'[' * 2000}{']' * 2000}"))).message
+
+
+def test_a_number_that_is_too_long(write_config: Write) -> None:
+    assert "is no valid YAML" in refused(write_config(("batch_size: 4", f"batch_size: {'9' * 5000}"))).message
+
+
 def test_a_broken_yaml_names_the_line(write_config: Write) -> None:
     error = refused(write_config(("  batch_size: 4", "  batch_size: [4")))
     assert "line 9" in error.message or "line 8" in error.message
 
 
-@pytest.mark.parametrize("text", ["[]", "just words"])
+@pytest.mark.parametrize("text", ["[]", "just words", "42"])
 def test_a_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
     path = tmp_path / "list.yaml"
     path.write_text(text)
