@@ -40,13 +40,18 @@ class DerivedConfig:
         check_is_ours(self.path)
         try:
             descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-            with os.fdopen(descriptor, "w") as file:
-                file.write(self.text)
-            Path(temporary).replace(self.path)
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    file.write(self.text)
+                Path(temporary).replace(self.path)
+            except OSError:
+                Path(temporary).unlink(missing_ok=True)
+                raise
         except OSError as error:
             raise ConfigError(
                 f"cannot write {self.path}: {error.strerror}",
-                "the derived config goes beside your YAML: make that folder writable, or copy the YAML to one that is",
+                "the derived config goes beside your YAML: make that folder writable (with free space), or copy the "
+                "YAML to one that is",
             ) from None
 
 

@@ -166,13 +166,20 @@ def _write_run(prepared: Prepared, record: RunRecord, paths: RunPaths, derived: 
             f"cannot make the run folder {run_dir}: {error.strerror}",
             "make checkpoint_root_dir writable, or set run_dir in the operator's args",
         ) from None
-    latest = run_dir.with_name(f".latest.{record.run_id}")
-    latest.symlink_to(run_dir.name)
-    latest.replace(run_dir.with_name("latest"))
-    prepared.settings.save(run_dir / "settings.json")
-    record.save(paths.run_file)
-    derived.write()
-    (run_dir / derived.path.name).write_text(derived.text)
+    try:
+        latest = run_dir.with_name(f".latest.{record.run_id}")
+        latest.symlink_to(run_dir.name)
+        latest.replace(run_dir.with_name("latest"))
+        prepared.settings.save(run_dir / "settings.json")
+        record.save(paths.run_file)
+        (run_dir / derived.path.name).write_text(derived.text)
+        # Last, since it lies beside the user's YAML: what fails before leaves nothing there.
+        derived.write()
+    except OSError as error:
+        raise RunError(
+            f"cannot write the files of run {record.run_id}: {error.strerror}",
+            f"see that {run_dir} and {paths.run_file.parent} have free space and can be written to",
+        ) from None
 
 
 def _start_supervisor(

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from launcher_helpers import FAKE_SIDECAR, is_alive, kill, wait_for
 
+from mps_trainer.config import Settings
 from mps_trainer.errors import AlreadyRunningError, MpsTrainerError, RunError
 from mps_trainer.launcher import up
 from mps_trainer.launcher.process import Ended, ProcessIdentity
 from mps_trainer.launcher.runs import end_runs, list_runs, select_runs
 from mps_trainer.launcher.up import RunHandle, prepare, start_run
-from mps_trainer.run import State, Status, is_held, new_run_id, run_paths, try_hold
+from mps_trainer.run import RunRecord, State, Status, is_held, new_run_id, run_paths, try_hold
 
 Write = Callable[..., Path]
 Fake = Callable[[str], list[str]]
@@ -133,6 +134,19 @@ def test_up_names_the_limit_when_the_sidecar_is_silent(write_config: Write, fake
     config = write_config(("ready_timeout: 20s", "ready_timeout: 500ms"))
     with pytest.raises(RunError, match="not ready after"):
         start(config, fake("silent"), grace_s=1.0)
+
+
+@pytest.mark.parametrize("full", [Settings, RunRecord])
+def test_up_on_a_full_disk_is_an_error_and_leaves_nothing(
+    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch, full: type
+) -> None:
+    config = write_config()
+    monkeypatch.setattr(full, "save", lambda *_: Path("/dev/full").write_text("x"))
+    with pytest.raises(RunError, match="No space left on device") as caught:
+        start(config, fake("good"))
+    assert "free space" in caught.value.todo
+    assert list_runs() == []
+    assert not config.with_name("run.mps.yaml").exists()
 
 
 _UP = """
