@@ -1,16 +1,62 @@
-"""Why and when the sidecar ends: a signal, the supervisor's death, or nobody left to serve."""
+"""Why and when the sidecar ends: a signal, the supervisor's death, or nobody left to serve.
+
+A signal before the loop ends the process at once, for the task may hang where nobody looks at a flag, and nothing has
+been learned yet. From `Ending.listen` on a signal is a reason, at which the loop saves everything.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
-from mps_trainer.run import RunPaths, is_held
+from mps_trainer.run import RunPaths, State, Status, is_held
+from mps_trainer.run.exit_codes import OK
 
 #: Loading a large model before the first operator comes can take this long, whatever idle_timeout says.
 FIRST_OPERATOR_S = 1800.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class EarlyEnd:
+    """SIGTERM or SIGINT ends the process at once: STOPPED, exit code 0, in the first life of a run.
+
+    A later life may have been asked to end before it took what its predecessor left. That is no end in order, so the
+    exit code is that of the signal, and the supervisor says so.
+
+    Attributes:
+        synchronise: called first, within the signal handler; a client of MPS waits for its GPU there.
+    """
+
+    def __init__(self, status: Status, run_dir: Path) -> None:
+        self.synchronise: Callable[[], object] = lambda: None
+        self._status = status
+        self._run_dir = run_dir
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        code = 128 + number
+        try:
+            # Not through logging: the signal may have come amid a write of its own.
+            os.write(2, f"asked to end by {signal.Signals(number).name} before READY\n".encode())
+            self.synchronise()
+            if not self._status.restarts:
+                self._status.state = State.STOPPED
+                self._status.save(self._run_dir)
+                code = OK
+        finally:
+            # No SystemExit: a task's code is on the stack, which may catch it.
+            os._exit(code)
+
+
+def forget_signals() -> None:
+    """For a forked child: what ends it by a signal must not be the sidecar's business."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Ending:
@@ -32,12 +78,12 @@ class Ending:
         self._patience_s = max(idle_timeout_s, FIRST_OPERATOR_S)
         self._last_alive = time.monotonic()
         self._wake: Callable[[], object] = lambda: None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
 
-    def wake_with(self, wake: Callable[[], object]) -> None:
-        """Call `wake` when a signal arrives, so that a wait ends at once."""
+    def listen(self, wake: Callable[[], object]) -> None:
+        """From now on a signal is a reason to end; `wake` is called at it, so that a wait ends at once."""
         self._wake = wake
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
 
     def operator_seen(self) -> None:
         """An operator lives: the idle time starts again."""

@@ -60,7 +60,7 @@ class Sidecar:
         self._metrics = MetricsLog(self._run_dir)
         self._report = BatchReport(self._metrics, self._learner)
         self._hub = SidecarHub(record.run_id, learning.columns)
-        ending.wake_with(self._hub.wake)
+        ending.listen(self._hub.wake)
         self._saved_at_step = self._trainer.step
         self._status_saved = 0.0
         self._behind = True

@@ -20,9 +20,9 @@ from mps_trainer.errors import (
     RunError,
     TaskError,
 )
-from mps_trainer.run import RunPaths, RunRecord, State, Status, try_hold
+from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, Status, try_hold
 from mps_trainer.run.exit_codes import BAD_CONFIG, CRASHED, FINAL, OK, TASK_FAILED
-from mps_trainer.sidecar.ending import Ending
+from mps_trainer.sidecar.ending import EarlyEnd, Ending, forget_signals
 from mps_trainer.sidecar.gpu.safe_end import SafeEnd
 from mps_trainer.sidecar.loop import Sidecar
 from mps_trainer.sidecar.ready import ReadyPipe
@@ -66,14 +66,16 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, ready: Re
                 f"another sidecar serves run {record.run_id}", "stop it first: one sidecar serves a run"
             )
         stack.enter_context(lock)
+        os.register_at_fork(after_in_child=lambda: _leave_to_parent(lock))
         ending = Ending(paths, settings.idle_timeout, owned=bool(record.owner_lock))
         Path(record.run_dir).mkdir(parents=True, exist_ok=True)
         status = _begin_status(record)
         status.save(Path(record.run_dir))
+        early = EarlyEnd(status, Path(record.run_dir))
         try:
             shared = settle_device(record, settings)
             if shared is not None:
-                stack.enter_context(SafeEnd(shared.device, signals=False))
+                early.synchronise = stack.enter_context(SafeEnd(shared.device, signals=False)).synchronise
             learning = build_learning(record, settings, shared)
             sidecar = Sidecar(record, settings, learning, status, ending)
             stack.callback(sidecar.close)
@@ -92,6 +94,12 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, ready: Re
         if ending.orphaned:
             # Nobody else is left to do it.
             paths.remove()
+
+
+def _leave_to_parent(lock: HeldLock) -> None:
+    # A helper that the task forked shares the lock's open file: it would keep a killed sidecar's lock from a successor.
+    lock.release()
+    forget_signals()
 
 
 def _begin_status(record: RunRecord) -> Status:

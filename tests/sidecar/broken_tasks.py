@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -50,3 +56,27 @@ class TextLength(Plain):
 
     def score(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         return torch.tensor([float(len(text)) for text in batch.texts["words"]])
+
+
+class HangsInBuild(Plain):
+    """Says so in the file of $TASK_MARK, then waits; a signal's exception does not help."""
+
+    def build_model(self) -> nn.Module:
+        Path(os.environ["TASK_MARK"]).write_text("")
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(60)
+
+
+class ForksInBuild(Plain):
+    """Has a helper that outlives the sidecar; $TASK_MARK holds its pid."""
+
+    def build_model(self) -> nn.Module:
+        pid = os.fork()
+        if not pid:
+            signal.alarm(30)
+            signal.pause()
+            os._exit(0)
+        with Path(os.environ["TASK_MARK"]).open("a") as file:
+            file.write(f"{pid}\n")
+        return super().build_model()
