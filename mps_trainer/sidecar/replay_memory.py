@@ -1,4 +1,4 @@
-"""Whether a full replay buffer fits into this machine's memory: asked at the start, not found out hours later.
+"""Whether a batch and a full replay buffer fit into this machine's memory: asked at the start, not found out later.
 
 The buffer stands in the memory of the host whatever the device. It fills slowly, so without this question a
 `replay_capacity` that is too large ends the sidecar, or by the kernel's choice the rollout, in the middle of a run.
@@ -21,6 +21,9 @@ _log = logging.getLogger(__name__)
 _MIB = 2**20
 #: A numpy array of its own (its object and malloc's share), and the pointer to it.
 _ARRAY_BYTES = 136
+#: Two objects of a text while a batch is made: its str or bytes, and the pointer to it.
+_TEXT_BYTES = 64
+_MAX_OFFSET = 2**31 - 1
 #: A remembered id of about 50 characters in an OrderedDict; 2 * capacity are remembered.
 _KNOWN_ID_BYTES = 260
 _CGROUPS = (
@@ -42,14 +45,21 @@ def row_bytes(columns: Sequence[Column]) -> int:
     return total
 
 
+def batch_row_bytes(columns: Sequence[Column]) -> int:
+    """The least bytes that the longest experience takes in a batch: the rows it is made of, and the batch itself."""
+    objects = sum(_TEXT_BYTES for column in columns if column.kind == "text")
+    return 2 * sum(column.max_row_bytes for column in columns) + objects
+
+
 def check_replay_memory(
     columns: Sequence[Column], settings: Settings, device: str, available: int | None = None
 ) -> None:
-    """ConfigError when the full buffer exceeds the memory that is available (bytes; None: read it now).
+    """ConfigError when a batch or the full buffer exceeds the memory that is available (bytes; None: read it now).
 
     A warning when it exceeds `memory:` on the CPU, where that is a wish and not a limit.
     """
     available = available_memory() if available is None else available
+    _check_batch(columns, settings.batch_size, available)
     each = row_bytes(columns)
     full = settings.replay_capacity * each
     found = (
@@ -71,6 +81,27 @@ def check_replay_memory(
             "%s; memory: wishes for %d MiB. To keep to it, lower replay_capacity to %d",
             found, settings.memory // _MIB, fitting,
         )  # fmt: skip
+
+
+def _check_batch(columns: Sequence[Column], batch_size: int, available: int) -> None:
+    """Only what the batch itself needs: the task's activations and gradients, which come on top, nobody knows yet."""
+    each = batch_row_bytes(columns)
+    longest = max((column.maximum or 1 for column in columns), default=1)
+    # Half of it, for the task's own tensors; and offsets into a column have 32 bits.
+    fitting = min(available // 2 // each, _MAX_OFFSET // longest)
+    todo = f"lower batch_size to {fitting} or less" if fitting else "lower the columns' maxima"
+    if batch_size * each > available:
+        raise ConfigError(
+            f"a batch takes up to {batch_size * each // _MIB} MiB: batch_size {batch_size} experiences of at most "
+            f"{each} bytes; this machine has {available // _MIB} MiB available",
+            todo,
+        )
+    if batch_size * longest > _MAX_OFFSET:
+        raise ConfigError(
+            f"batch_size {batch_size} experiences with sequences of up to {longest} elements are more than "
+            f"{_MAX_OFFSET} elements in one column of a batch",
+            todo,
+        )
 
 
 def available_memory() -> int:
