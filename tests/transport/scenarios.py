@@ -63,7 +63,7 @@ def writer_act(run_id, stepper, report):
         for i in range(1, SMALL.num_slots + 2):
             send(channel, i)
             report(i)
-        stack.pop_all()
+        stack.pop_all().close()
     report("done")
 
 
