@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mps_trainer.errors import AlreadyRunningError
+from mps_trainer.errors import AlreadyRunningError, RunError
 from mps_trainer.launcher.process import ProcessIdentity
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, holder_note, state_dir, try_hold
 
@@ -52,10 +52,14 @@ class Holder:
 
 
 def take_run_locks(paths: RunPaths, *, run_id: str, config: str, derived: str, namespace: str) -> list[HeldLock]:
-    """Take all locks of a run or none; AlreadyRunningError names the run in the way."""
+    """Take all locks of a run or none.
+
+    Raises:
+        AlreadyRunningError: names the run in the way.
+        RunError: the state folder is full or cannot be written to.
+    """
     note = Holder.me(run_id, config).note()
     folder = state_dir() / "locks"
-    folder.mkdir(mode=0o700, exist_ok=True)
     # These files are never deleted: the lock decides, and its file must be the same for everybody.
     wanted = (
         (paths.supervisor_lock, f"run {run_id}"),
@@ -63,15 +67,24 @@ def take_run_locks(paths: RunPaths, *, run_id: str, config: str, derived: str, n
         (folder / f"namespace-{_digest(namespace)}.lock", f"the Ray namespace {namespace!r}"),
     )
     held: list[HeldLock] = []
-    for path, what in wanted:
-        lock = try_hold(path, note)
-        if lock is None:
-            if held:
-                paths.supervisor_lock.unlink()
-            for earlier in held:
-                earlier.release()
-            raise _already_running(path, what)
-        held.append(lock)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for path, what in wanted:
+            lock = try_hold(path, note)
+            if lock is None:
+                raise _already_running(path, what)
+            held.append(lock)
+    except (OSError, AlreadyRunningError) as error:
+        if held:
+            paths.supervisor_lock.unlink()
+        for earlier in held:
+            earlier.release()
+        if isinstance(error, AlreadyRunningError):
+            raise
+        raise RunError(
+            f"cannot take the locks of run {run_id}: {error.strerror}",
+            f"see that {folder.parent} has free space and can be written to",
+        ) from None
     return held
 
 

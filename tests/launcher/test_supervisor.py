@@ -15,11 +15,11 @@ from launcher_helpers import FAKE_SIDECAR, is_alive, kill, wait_for
 
 from mps_trainer.config import Settings
 from mps_trainer.errors import AlreadyRunningError, MpsTrainerError, RunError
-from mps_trainer.launcher import up
+from mps_trainer.launcher import run_locks, up
 from mps_trainer.launcher.process import Ended, ProcessIdentity
 from mps_trainer.launcher.runs import end_runs, list_runs, select_runs
 from mps_trainer.launcher.up import RunHandle, prepare, start_run
-from mps_trainer.run import RunRecord, State, Status, is_held, new_run_id, run_paths, try_hold
+from mps_trainer.run import HeldLock, RunRecord, State, Status, is_held, new_run_id, run_paths, try_hold
 
 Write = Callable[..., Path]
 Fake = Callable[[str], list[str]]
@@ -145,6 +145,22 @@ def test_up_on_a_full_disk_is_an_error_and_leaves_nothing(
     with pytest.raises(RunError, match="No space left on device") as caught:
         start(config, fake("good"))
     assert "free space" in caught.value.todo
+    assert list_runs() == []
+    assert not config.with_name("run.mps.yaml").exists()
+
+
+def test_up_with_a_full_state_folder_is_an_error(
+    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hold(path: Path, note: str) -> HeldLock | None:
+        if path.name.startswith("namespace"):
+            Path("/dev/full").write_text(note)
+        return try_hold(path, note)
+
+    monkeypatch.setattr(run_locks, "try_hold", hold)
+    config = write_config()
+    with pytest.raises(RunError, match=r"cannot take the locks of run .*No space left on device"):
+        start(config, fake("good"))
     assert list_runs() == []
     assert not config.with_name("run.mps.yaml").exists()
 
