@@ -195,7 +195,7 @@ class Supervisor:
     def _fail(self, error: str, todo: str, code: int) -> int:
         if self._share is not None:
             self._share.sidecar_is_gone(error, for_good=True)
-        message = _with_todo(error, todo)
+        message = str(RunError(error, todo))
         log.error("%s", message)
         self._save_status(State.FAILED, message)
         self._reporter.failed(error, todo)
@@ -213,7 +213,7 @@ class Supervisor:
         code = sidecar.child.returncode
         if code != 0 or not self._has_stopped():
             what = f"{problem}; the sidecar was {ended.value} ({describe_exit(code)})"
-            self._save_status(State.FAILED, _with_todo(*self._explain(sidecar, what)))
+            self._save_status(State.FAILED, str(RunError(*self._explain(sidecar, what))))
         self._reporter.failed(f"the run was ended before it was ready: {self._asked_to_end}", "start it again")
         return 0
 
@@ -263,10 +263,6 @@ class Supervisor:
         while not self._asked_to_end and (left := end - time.monotonic()) > 0:
             self._wait(min(left, _OWNER_CHECK_S))
         return bool(self._asked_to_end)
-
-
-def _with_todo(error: str, todo: str) -> str:
-    return f"{error}\n  What to do: {todo}" if todo else error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mps_trainer.columns import Array
 from mps_trainer.config import Settings
-from mps_trainer.errors import MpsTrainerError, PlacementError, RunError, TaskError
+from mps_trainer.errors import MpsTrainerError, PlacementError, RunError, TaskError, TransportError
 from mps_trainer.operator.extract import ExperienceLike, Extracted, Extractor
 from mps_trainer.run import RunPaths, RunRecord, State, Status, boot_id, find_by_namespace, host_name, is_held
 from mps_trainer.tasks import load_task, wire_columns
@@ -78,7 +78,13 @@ class Feeder:
         if channel is None:
             return out
         if extracted.fed:
-            self._send(channel, extracted, out, want_scores)
+            try:
+                self._send(channel, extracted, out, want_scores)
+            except TransportError:
+                if channel.segment.unlinked_error() is not None:
+                    # Somebody removed the segment under us (a logout with RemoveIPC): the next batch makes a new one.
+                    self.close()
+                raise
         return out
 
     def close(self) -> None:

@@ -309,3 +309,28 @@ def test_a_strange_info_costs_no_batch(make_run: Any, info: Any) -> None:
     [_, (kept, metrics)] = drive(operator(run, use="filter", filter={"value": 0.25}, min_version=1), batches)
     assert len(kept) == 24
     assert metrics["aux_trainer/errors_total"] == 0
+
+
+def test_a_segment_removed_under_the_operator_is_made_again(make_run: Any) -> None:
+    """What a logout with RemoveIPC does, while the sidecar is between two lives."""
+    run = make_run(min_experiences=8)
+    child, _ = run.start()
+    aux = operator(run, use="feed")
+
+    async def main() -> list[dict[str, Any]]:
+        await aux.prepare()
+        child.kill()
+        child.wait()
+        for name in leftovers(run.run_id):
+            (Path("/dev/shm") / name).unlink()
+        run.start()
+        found = []
+        for seed in range(4):
+            found.append((await aux.process(experiences(seed)))[1])
+            await asyncio.sleep(1.1)  # the feeder looks for a run once a second
+        await aux.close()
+        return found
+
+    found = asyncio.run(main())
+    assert found[-1]["aux_trainer/fed"] == 32
+    assert found[-1]["aux_trainer/sidecar_up"] == 1
