@@ -150,7 +150,7 @@ def _explain(error: ValidationError) -> tuple[str, str]:
                 else item["msg"].removeprefix("Value error, ")
             )
     found = "the operator's args cannot be used: " + "; ".join(messages)
-    return found, " ".join(dict.fromkeys(todos)) or "correct the value; `mps-trainer plan` prints what is valid"
+    return found, " ".join(dict.fromkeys(todos)) or "correct the value; docs/settings.md lists what is valid"
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedWriter
 from pathlib import Path
 
@@ -94,7 +94,8 @@ def _run_with_sidecar(prepared: Prepared, options: TrinityOptions) -> Verdict:
         supervisor_code = run.supervisor.poll()
         options.progress("stopping the sidecar: it takes what is left and saves a checkpoint")
         run.stop()
-        return outcome.judge(prepared.config, _last_status(run), supervisor_code)
+        verdict = outcome.judge(prepared.config, _last_status(run), supervisor_code)
+        return replace(verdict, notes=(*verdict.notes, f"what it learnt: mps-trainer report {run.run_dir}"))
 
 
 @contextlib.contextmanager

@@ -107,7 +107,10 @@ def judge(
     if sidecar:
         return Verdict(EXIT_SIDECAR_FAILED, sidecar, tuple(notes))
     if status is not None and status.experiences == 0:
-        notes.append("the sidecar saw no experience; was the derived config used?")
+        notes.append(
+            "the sidecar saw no experience: either they lack a column that the task asks for (missing_column in "
+            "operator.jsonl of the run folder, the reason in Trinity's log), or the derived config was not used"
+        )
     return Verdict(EXIT_OK, (), tuple(notes))
 
 

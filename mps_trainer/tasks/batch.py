@@ -66,6 +66,13 @@ class TaskBatch:
     size: int
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            hint = (
+                f"it is text: use batch.texts[{name!r}]"
+                if name in self.texts
+                else f"there is {', '.join(self.tensors)}"
+            )
+            raise KeyError(f"no column {name!r}; {hint}")
         value = self.tensors[name]
         assert isinstance(value, Tensor), f"column {name!r} is a sequence; use batch.ragged({name!r})"
         return value

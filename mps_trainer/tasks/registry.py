@@ -132,7 +132,7 @@ def _nearest(word: str, valid: Iterable[str], otherwise: str) -> str:
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
-    listed = f"there is {', '.join(valid)}" if valid else "there is none"
+    listed = f"there is {', '.join(valid)}" if valid else "remove it: this task takes no arguments"
     return f"{listed}; {otherwise}" if otherwise else listed
 
 

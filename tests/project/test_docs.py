@@ -41,3 +41,20 @@ def test_every_command_is_in_the_readme_and_has_help():
     for name, command in get_command(app).commands.items():
         assert command.help, name
         assert re.search(rf"mps-trainer {name}\b|`{name}`", readme), f"{name} is not in the README"
+
+
+def test_the_task_in_the_docs_works():
+    import torch
+
+    from mps_trainer.sidecar.worst_case import worst_case_batch
+    from mps_trainer.tasks import TaskBatch, wire_columns
+
+    [code] = re.findall(r"```python\n(# my_task.py.*?)```", (ROOT / "docs/write_a_task.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(compile(code, "write_a_task.md", "exec", dont_inherit=True), names)
+    task = names["LengthBaseline"]()
+    batch = TaskBatch.from_packed(worst_case_batch(wire_columns(task), 4))
+    model = task.build_model()
+    assert torch.isfinite(task.loss(model, batch))
+    assert task.score(model, batch).shape == (4,)
+    assert len(batch.texts["eid"]) == 4
