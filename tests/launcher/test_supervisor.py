@@ -166,6 +166,9 @@ def test_up_with_a_full_state_folder_is_an_error(
 
 
 _UP = """
+import signal
+# A shell's background job (CI may be one) inherits SIGINT ignored, and Python then leaves it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import sys
 from pathlib import Path
 from mps_trainer.launcher.up import prepare, start_run
