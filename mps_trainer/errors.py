@@ -5,8 +5,7 @@
     |-- ExperienceError(ValueError)      an experience lacks what the task asks for
     |-- TaskError(RuntimeError)          the user's auxiliary task raised, or its loss is not finite
     |-- TransportError(OSError)          shared memory could not be created, attached or trusted
-    |   |-- CorruptRecordError           bytes in shared memory that do not add up
-    |   `-- PeerDiedError                the process at the other end is gone
+    |   `-- CorruptRecordError           bytes in shared memory that do not add up
     |-- RunError(RuntimeError)           a run could not be started, found or stopped
     |   `-- AlreadyRunningError          another run holds this config
     `-- PlacementError(RuntimeError)     the wanted device or MPS mode is not possible here
@@ -48,10 +47,6 @@ class TransportError(MpsTrainerError, OSError):
 
 class CorruptRecordError(TransportError):
     """Bytes in shared memory do not form a record: a wrong length, offset, schema or checksum."""
-
-
-class PeerDiedError(TransportError):
-    """The process at the other end of a channel is gone (its lock has dropped)."""
 
 
 class RunError(MpsTrainerError, RuntimeError):

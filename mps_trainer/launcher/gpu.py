@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pynvml
+from mps_trainer.mps.nvml import read_nvml
 
 
 @dataclass(frozen=True)
@@ -40,40 +40,6 @@ class GpuReading:
 
 def read_gpus() -> GpuReading:
     """Ask NVML; a machine without it is an answer and not an error."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return GpuReading(missing=f"no NVML ({error})")
-    try:
-        gpus = tuple(_read(index) for index in range(pynvml.nvmlDeviceGetCount()))
-        return GpuReading(gpus=gpus, driver=_text(pynvml.nvmlSystemGetDriverVersion()))
-    except pynvml.NVMLError as error:
-        return GpuReading(missing=f"NVML failed ({error})")
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _read(index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(
-        index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
-        total=int(memory.total),
-        free=int(memory.free),
-        mig=_mig_mode(handle),
-    )
-
-
-def _mig_mode(handle: object) -> bool:
-    try:
-        current, _pending = pynvml.nvmlDeviceGetMigMode(handle)
-    except pynvml.NVMLError:
-        # GPUs that know no MIG answer with an error.
-        return False
-    return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    facts = read_nvml()
+    gpus = tuple(Gpu(g.index, g.uuid, g.name, g.total, g.total - g.used, g.mig) for g in facts.gpus)
+    return GpuReading(gpus=gpus, driver=facts.driver, missing=facts.missing)
