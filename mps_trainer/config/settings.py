@@ -37,16 +37,28 @@ class _Section(BaseModel):
 class FilterSettings(_Section):
     """Which experiences `use: filter` drops. A high score means: drop me."""
 
-    drop: Literal["quantile", "threshold"] = Field(
-        "quantile", description="quantile: the highest-scored share of a batch; threshold: scores above value"
+    drop: Literal["quantile", "threshold", "top_k"] = Field(
+        "quantile",
+        description="quantile: the highest-scored share; threshold: scores above value; top_k: so many of the highest",
     )
-    value: float = Field(0.1, ge=0, description="the share to drop (quantile), or the limit (threshold)")
-    keep_at_least: int = Field(1, ge=0, description="never leave fewer experiences than this in a batch")
+    value: float = Field(
+        0.1, description="the share to drop (quantile), the limit (threshold), or how many to drop (top_k)"
+    )
+    per: Literal["batch", "group"] = Field(
+        "batch", description="what is compared: the whole batch, or the runs of each task among themselves"
+    )
+    keep_at_least: int = Field(
+        1,
+        ge=0,
+        description="never leave fewer experiences than this in a batch (per: group: of each task); 0: all may go",
+    )
 
     @model_validator(mode="after")
-    def _quantile_is_a_share(self) -> FilterSettings:
-        if self.drop == "quantile" and self.value >= 1:
-            raise ValueError(f"filter.value is {self.value}; a quantile is a share below 1, such as 0.1")
+    def _value_fits(self) -> FilterSettings:
+        if self.drop == "quantile" and not 0 <= self.value < 1:
+            raise ValueError(f"filter.value is {self.value}; a quantile is a share from 0 to below 1, such as 0.1")
+        if self.drop == "top_k" and (self.value < 0 or self.value != int(self.value)):
+            raise ValueError(f"filter.value is {self.value}; top_k drops a whole number of experiences, such as 2")
         return self
 
 
@@ -58,6 +70,15 @@ class RewardSettings(_Section):
         description="add: reward + weight * score; multiply: reward * (1 + weight * score); replace: weight * score",
     )
     weight: float = Field(0.1, description="the factor on the score; negative to punish high scores")
+    clip: tuple[float, float] | None = Field(
+        None, description="[lowest, highest]: corrected rewards are brought into this range"
+    )
+
+    @model_validator(mode="after")
+    def _clip_is_a_range(self) -> RewardSettings:
+        if self.clip is not None and self.clip[0] > self.clip[1]:
+            raise ValueError(f"reward.clip is {list(self.clip)}; the lowest comes first")
+        return self
 
 
 class Settings(_Section):
@@ -93,6 +114,11 @@ class Settings(_Section):
 
     score_timeout: Duration = Field(2.0, ge=0, description="how long a batch waits for its scores")
     min_version: int = Field(50, ge=0, description="scores count once the model has taken this many steps")
+    warmup_steps: int = Field(0, ge=0, description="scores count from this batch of the explorer on")
+    on_late: Literal["pass", "last", "drop"] = Field(
+        "pass",
+        description="an experience whose score is late: pass it on as it is, use the last score known, or drop it",
+    )
     on_error: Literal["pass", "raise"] = Field(
         "pass", description="sidecar absent or failed: pass experiences on and count it, or stop the run"
     )

@@ -25,11 +25,9 @@ from trinity.utils.log import get_logger
 from mps_trainer.config import load_settings
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.operator.feeder import Exchange, Feeder
-from mps_trainer.operator.use_scores import correct_rewards, select
+from mps_trainer.operator.policy import Metrics, Outcome, ScorePolicy
 
 logger = logging.getLogger(__name__)
-
-Metrics = dict[str, int | float]
 
 
 class AuxTrainer(ExperienceOperatorV1):
@@ -42,6 +40,7 @@ class AuxTrainer(ExperienceOperatorV1):
     def __init__(self, **args: Any) -> None:
         _log_where_trinity_logs()
         self._settings = load_settings(args)
+        self._policy = ScorePolicy(self._settings)
         self._feeder: Feeder | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._num_batches = 0
@@ -76,7 +75,8 @@ class AuxTrainer(ExperienceOperatorV1):
         begin = time.monotonic()
         try:
             exchange = await self._in_thread(self._exchange, self._feeder, exps)
-            kept, metrics = self._apply(exps, exchange)
+            outcome = self._policy.apply(exps, exchange)
+            kept, metrics = outcome.kept, outcome.metrics
         except Exception as error:  # the rollout comes first: no fault of ours may lose a batch
             if self._settings.on_error == "raise":
                 raise
@@ -84,7 +84,7 @@ class AuxTrainer(ExperienceOperatorV1):
             logger.warning("mps_trainer: a batch passes on unused: %s", error, exc_info=self._num_errors == 1)
             kept, metrics = exps, {}
         else:
-            await self._in_thread(self._write_log, self._feeder, exps, kept, exchange, metrics)
+            await self._in_thread(self._write_log, self._feeder, exps, outcome)
         metrics |= {
             "enabled": 1,
             "seen": len(exps),
@@ -107,33 +107,7 @@ class AuxTrainer(ExperienceOperatorV1):
         self._num_batches += 1
         return feeder.exchange(exps, want_scores=self._settings.use != "feed")
 
-    def _apply(self, exps: list[Experience], exchange: Exchange) -> tuple[list[Experience], Metrics]:
-        metrics: Metrics = {"fed": 0, "sidecar_up": 0, **exchange.metrics}
-        scores = exchange.scores
-        known = scores[~np.isnan(scores)]
-        if self._settings.use == "feed" or len(known) == 0:
-            return exps, metrics
-        metrics |= {
-            "scored": len(known),
-            "model_version": exchange.version,
-            "score_mean": float(known.mean()),
-            "score_max": float(known.max()),
-        }
-        if exchange.version < self._settings.min_version:
-            metrics["score_too_early"] = 1
-            return exps, metrics
-        if self._settings.use == "reward":
-            metrics["rewards_corrected"] = correct_rewards(exps, scores, self._settings.reward)
-            return exps, metrics
-        selection = select(scores, self._settings.filter)
-        metrics["filtered"] = selection.num_dropped
-        if selection.num_dropped:
-            metrics["filter_limit"] = selection.limit
-        return [exp for exp, keep in zip(exps, selection.keep, strict=True) if keep], metrics
-
-    def _write_log(
-        self, feeder: Feeder, exps: list[Experience], kept: list[Experience], exchange: Exchange, metrics: Metrics
-    ) -> None:
+    def _write_log(self, feeder: Feeder, exps: list[Experience], outcome: Outcome) -> None:
         """Append what happened to `operator.jsonl` in the run folder, with every dropped experience and why.
 
         A log that cannot be written (a full disk, an info that is no dict) is counted and changes nothing else.
@@ -141,7 +115,7 @@ class AuxTrainer(ExperienceOperatorV1):
         if feeder.run_dir is None:
             return
         try:
-            line = self._log_line(exps, kept, exchange, metrics)
+            line = self._log_line(exps, outcome)
             with (feeder.run_dir / "operator.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except Exception as error:  # noqa: BLE001  # the rollout comes first: a log is no reason to lose a batch
@@ -149,24 +123,18 @@ class AuxTrainer(ExperienceOperatorV1):
             if self._num_log_errors == 1:
                 logger.warning("mps_trainer: operator.jsonl cannot be written: %s", error)
 
-    def _log_line(
-        self, exps: list[Experience], kept: list[Experience], exchange: Exchange, metrics: Metrics
-    ) -> dict[str, Any]:
-        kept_ids = {id(exp) for exp in kept}
-        limit = metrics.get("filter_limit", float("nan"))
-        why = f"{self._settings.filter.drop} {self._settings.filter.value:g}: score >= {limit:.4f}"
+    def _log_line(self, exps: list[Experience], outcome: Outcome) -> dict[str, Any]:
         dropped = [
             {
-                "eid": exp.eid.uid,
-                "score": float(score),
+                "eid": exps[index].eid.uid,
+                "score": None if np.isnan(score) else score,
                 "why": why,
-                "reward": None if exp.reward is None else float(exp.reward),
-                "info": {str(k): v for k, v in (exp.info or {}).items() if isinstance(v, (int, float))},
+                "reward": None if exps[index].reward is None else float(exps[index].reward),
+                "info": {str(k): v for k, v in (exps[index].info or {}).items() if isinstance(v, (int, float))},
             }
-            for exp, score in zip(exps, exchange.scores.tolist(), strict=True)
-            if id(exp) not in kept_ids
+            for index, score, why in outcome.dropped
         ]
-        return {"t": time.time(), "batch": self._num_batches, "seen": len(exps), "dropped": dropped, **metrics}
+        return {"t": time.time(), "batch": self._num_batches, "seen": len(exps), "dropped": dropped, **outcome.metrics}
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         assert self._thread is not None

@@ -42,10 +42,12 @@ class Exchange:
     Attributes:
         scores: (n,) float32 for the n experiences of the batch; NaN where there is none.
         version: the model version of the scores; -1 without scores.
+        late: (n,) bool; those that were fed to a living sidecar and have no score.
         metrics: plain ints and floats, the only types that survive Trinity's filter.
     """
 
     scores: Array
+    late: Array
     version: int = -1
     metrics: dict[str, int | float] = field(default_factory=dict)
 
@@ -70,7 +72,8 @@ class Feeder:
 
     def exchange(self, experiences: Sequence[ExperienceLike], *, want_scores: bool) -> Exchange:
         """Feed a batch and wait for its scores if they are wanted."""
-        out = Exchange(np.full(len(experiences), np.nan, dtype=np.float32))
+        size = len(experiences)
+        out = Exchange(np.full(size, np.nan, dtype=np.float32), late=np.zeros(size, dtype=bool))
         extracted = self._extract(experiences)
         self._tell_problems(extracted, out)
         channel = self._connected(out)
@@ -185,6 +188,8 @@ class Feeder:
         if reply is not None:
             out.scores[extracted.fed] = reply.values
             out.version = reply.model_version
+        if expected:
+            out.late[extracted.fed] = np.isnan(out.scores[extracted.fed])
 
     def _look_at_sidecar(self, channel: OperatorChannel, out: Exchange) -> None:
         out.metrics["sidecar_up"] = int(channel.sidecar_alive())

@@ -190,7 +190,7 @@ def test_an_error_of_ours_loses_no_batch(make_run: Any, monkeypatch: pytest.Monk
     run = make_run()
     run.start()
     aux = operator(run, use="filter")
-    monkeypatch.setattr(aux, "_apply", lambda *a: 1 / 0)
+    monkeypatch.setattr(aux._policy, "apply", lambda *a: 1 / 0)
     batch = experiences(1)
     [(kept, metrics)] = drive(aux, [batch])
     assert kept is batch

@@ -1,0 +1,106 @@
+"""From the scores of a batch to what Trinity gets: when scores count, what a late one means, what goes and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mps_trainer.columns import Array
+from mps_trainer.config import Settings
+from mps_trainer.operator.feeder import Exchange
+from mps_trainer.operator.late_scores import LastScores
+from mps_trainer.operator.use_scores import correct_rewards, select
+
+Metrics = dict[str, int | float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one batch became.
+
+    Attributes:
+        kept: the experiences to go on with, in their order.
+        dropped: (index in the batch, score, why), the score NaN for one that was late.
+        metrics: plain ints and floats.
+    """
+
+    kept: list[Any]
+    dropped: list[tuple[int, float, str]]
+    metrics: Metrics
+
+
+class ScorePolicy:
+    """Applies `use` with everything around it. Keeps the last scores; call it from one thread, batch by batch."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._last = LastScores()
+        self._num_batches = 0
+        self._num_late = 0
+        self._version = -1
+
+    def apply(self, experiences: list[Any], exchange: Exchange) -> Outcome:
+        """Filter the batch or correct its rewards in place; without scores that count it goes on as it came."""
+        self._num_batches += 1
+        self._num_late += int(exchange.late.sum())
+        metrics: Metrics = {"fed": 0, "sidecar_up": 0, **exchange.metrics}
+        if self._settings.use == "feed":
+            return Outcome(experiences, [], metrics)
+        metrics |= {"late": int(exchange.late.sum()), "late_total": self._num_late, **_describe(exchange)}
+        if self._too_early(exchange):
+            return Outcome(experiences, [], metrics | ({"score_too_early": 1} if exchange.version >= 0 else {}))
+        scores = exchange.scores
+        if self._settings.on_late == "last":
+            # Only what is late is filled: an experience that could not be fed was never meant to have a score.
+            eids = [str(experience.eid.uid) for experience in experiences]
+            filled = self._last.fill(eids, scores, with_mean=self._settings.use == "reward")
+            self._last.remember(eids, scores)
+            scores = np.where(exchange.late, filled, scores)
+            metrics["late_from_last"] = int((exchange.late & ~np.isnan(scores)).sum())
+        if self._settings.use == "reward":
+            metrics["rewards_corrected"] = correct_rewards(experiences, scores, self._settings.reward)
+            return self._drop(experiences, scores, {}, exchange, metrics)
+        return self._filter(experiences, scores, exchange, metrics)
+
+    def _too_early(self, exchange: Exchange) -> bool:
+        # A late answer names no version. Before the first one nothing is known of the model, and nothing is dropped.
+        self._version = max(self._version, exchange.version)
+        return self._num_batches <= self._settings.warmup_steps or self._version < self._settings.min_version
+
+    def _filter(self, experiences: list[Any], scores: Array, exchange: Exchange, metrics: Metrics) -> Outcome:
+        settings = self._settings.filter
+        groups = [getattr(e.eid, "tid", "") for e in experiences] if settings.per == "group" else None
+        selection = select(scores, settings, groups)
+        if selection.num_dropped:
+            metrics["filter_limit"] = selection.limit
+        why = f"{settings.drop} {settings.value:g}" + (" of its task" if groups else "")
+        going = {int(i): f"{why}: score >= {selection.limit:.4f}" for i in np.flatnonzero(~selection.keep)}
+        metrics["filtered"] = len(going)
+        return self._drop(experiences, scores, going, exchange, metrics)
+
+    def _drop(
+        self, experiences: list[Any], scores: Array, going: dict[int, str], exchange: Exchange, metrics: Metrics
+    ) -> Outcome:
+        """Add what `on_late: drop` takes, and never empty a batch unless told so."""
+        if self._settings.on_late == "drop":
+            late = [int(i) for i in np.flatnonzero(exchange.late) if int(i) not in going]
+            room = len(experiences) - len(going) - self._settings.filter.keep_at_least
+            late = late[: max(0, room)]
+            going |= dict.fromkeys(late, f"no score within {self._settings.score_timeout:g} s")
+            metrics["late_dropped"] = len(late)
+        kept = [experience for i, experience in enumerate(experiences) if i not in going]
+        return Outcome(kept, [(i, float(scores[i]), why) for i, why in sorted(going.items())], metrics)
+
+
+def _describe(exchange: Exchange) -> Metrics:
+    known = exchange.scores[~np.isnan(exchange.scores)]
+    if len(known) == 0:
+        return {}
+    return {
+        "scored": len(known),
+        "model_version": exchange.version,
+        "score_mean": float(known.mean()),
+        "score_max": float(known.max()),
+    }
