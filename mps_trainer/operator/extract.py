@@ -5,8 +5,8 @@ produces    `Extracted`: rows for the transport, and which experiences could not
 waits for   nothing
 
 A column's `source` is a field of the experience ("reward", "logprobs", "eid.uid"), a key of its info or metrics
-("info.hidden_state"), "response_tokens", or one of the two that look at the whole batch: "batch.reward_mean"
-and "group.reward_mean" (a group is the experiences of one task, `eid.tid`).
+("info.hidden_state"), "prompt_tokens", "response_tokens", or one of the two that look at the whole batch:
+"batch.reward_mean" and "group.reward_mean" (a group is the experiences of one task, `eid.tid`).
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class Extractor:
 def _reader(source: str) -> Callable[[ExperienceLike], Any]:
     if source == "response_tokens":
         return lambda experience: experience.tokens[experience.prompt_length :]
+    if source == "prompt_tokens":
+        return lambda experience: experience.tokens[: experience.prompt_length]
     head, _, key = source.partition(".")
     if head in ("info", "metrics") and key:
         return lambda experience: getattr(experience, head).get(key)
@@ -106,7 +108,8 @@ def _reader(source: str) -> Callable[[ExperienceLike], Any]:
     if key:
         raise ConfigError(
             f"a column has source {source!r}",
-            "use a field of the experience, info.<key>, metrics.<key>, response_tokens, " + ", ".join(_BATCH_SOURCES),
+            "use a field of the experience, info.<key>, metrics.<key>, prompt_tokens, response_tokens, "
+            + ", ".join(_BATCH_SOURCES),
         )
     return lambda experience: getattr(experience, source)
 

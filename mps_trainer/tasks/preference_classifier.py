@@ -11,7 +11,6 @@ that share a bucket cannot be told apart either: keep `num_buckets` well above t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,10 +21,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from mps_trainer.columns import Column
 from mps_trainer.errors import ConfigError
 from mps_trainer.tasks.base import AuxiliaryTask
-from mps_trainer.tasks.batch import Ragged, TaskBatch
+from mps_trainer.tasks.batch import TaskBatch
+from mps_trainer.tasks.token_features import NUM_STATISTICS, histogram, statistics
 
 _BASELINES = {"batch_mean": "batch.reward_mean", "group_mean": "group.reward_mean"}
-_NUM_STATISTICS = 4
 
 
 class PreferenceNetwork(nn.Module):
@@ -105,7 +104,7 @@ class PreferenceClassifier(AuxiliaryTask):
 
     def build_model(self) -> nn.Module:
         """The network on the CPU."""
-        width = self.feature_dim or self.num_buckets + _NUM_STATISTICS
+        width = self.feature_dim or self.num_buckets + NUM_STATISTICS
         return PreferenceNetwork(width, self.hidden_size, self.depth, self.dropout)
 
     def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
@@ -131,26 +130,6 @@ class PreferenceClassifier(AuxiliaryTask):
             # Hidden states differ in scale by orders of magnitude from model to model.
             return nn.functional.layer_norm(batch["features"].float(), (self.feature_dim,))
         tokens = batch.ragged("tokens")
-        return torch.cat([self._histogram(tokens), _statistics(batch.ragged("logprobs"), tokens.lengths)], dim=1)
-
-    def _histogram(self, tokens: Ragged) -> Tensor:
-        """(B, num_buckets): sqrt(num_buckets) times the share of the row's tokens in each bucket."""
-        # Knuth's multiplicative hash (TAOCP volume 3, section 6.4) spreads neighbouring ids evenly.
-        hashed = (tokens.values.long() * 2654435769) & 0xFFFFFFFF
-        cell = tokens.row_index * self.num_buckets + ((hashed * self.num_buckets) >> 32)
-        counts = torch.zeros(len(tokens.lengths) * self.num_buckets, device=cell.device)
-        counts.index_add_(0, cell, torch.ones_like(cell, dtype=torch.float32))
-        shares = counts.view(-1, self.num_buckets) / tokens.lengths.clamp(min=1).unsqueeze(1)
-        scaled: Tensor = shares * math.sqrt(self.num_buckets)
-        return scaled
-
-
-def _statistics(logprobs: Ragged, num_tokens: Tensor) -> Tensor:
-    """(B, 4): mean, minimum and standard deviation of the logprobs, log of the number of tokens; each near [-1, 1]."""
-    # Masked tokens often carry the lowest float there is, whose square overflows.
-    logprobs = Ragged(logprobs.values.float().clamp(-100, 0), logprobs.offsets)
-    mean = logprobs.mean()
-    square = Ragged(logprobs.values.float() ** 2, logprobs.offsets).mean()
-    lowest = torch.zeros_like(mean).scatter_reduce_(0, logprobs.row_index, logprobs.values.float(), "amin")
-    deviation = (square - mean**2).clamp(min=0).sqrt()
-    return torch.stack([mean / 4, lowest / 16, deviation / 4, torch.log1p(num_tokens.float()) / 8], dim=1)
+        return torch.cat(
+            [histogram(tokens, self.num_buckets), statistics(batch.ragged("logprobs"), tokens.lengths)], dim=1
+        )

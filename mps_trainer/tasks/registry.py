@@ -16,6 +16,8 @@ from mps_trainer.tasks.base import AuxiliaryTask
 #: Short names of the tasks that come with this package.
 BUILT_IN_TASKS: Mapping[str, str] = {
     "preference_classifier": "mps_trainer.tasks.preference_classifier:PreferenceClassifier",
+    "token_outlier": "mps_trainer.tasks.token_outlier:TokenOutlier",
+    "pass_rate": "mps_trainer.tasks.pass_rate:PassRate",
 }
 
 
