@@ -16,7 +16,8 @@ from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.process import ProcessIdentity
 from mps_trainer.run import State, is_held, new_run_id, run_paths
 
-GRACE_S = 3.0  # of the supervisor, so that a hang is killed soon
+# Of the supervisor; the short one is for a hang, which is killed after it.
+GRACE_S, HANG_GRACE_S = 20.0, 3.0
 START_S = 60.0
 GUARDIAN = """\
 import pathlib, signal, sys
@@ -47,16 +48,18 @@ class Session:
         paths = run_paths(self.run_id)
         return not is_held(paths.supervisor_lock) and not is_held(paths.sidecar_lock)
 
-    def ensure(self, *, owned: bool = False) -> up.RunHandle:
-        """A run whose sidecar is READY and trains; a new one where there is none."""
-        if self.run is not None and (self.is_over or owned):
+    def ensure(self, way: str = "") -> up.RunHandle:
+        """A run whose sidecar is READY and trains; a new one where there is none, or where the way needs its own."""
+        owned = way == "driver-killed"
+        if self.run is not None and (self.is_over or owned or way == "hang-down"):
             self.end()
         if self.run is None:
             self.command.unlink(missing_ok=True)
             lock = self._start_owner() if owned else None
             started = time.monotonic()
+            grace_s = HANG_GRACE_S if way == "hang-down" else GRACE_S
             config = write_config(self._work, f"r{len(self.start_seconds)}", self._memory)
-            self.run = up.start_run(up.prepare(config), run_id=self.run_id, owner_lock=lock, grace_s=GRACE_S)
+            self.run = up.start_run(up.prepare(config), run_id=self.run_id, owner_lock=lock, grace_s=grace_s)
             self.start_seconds.append(time.monotonic() - started)
             (self.folder.path / KEEP).touch()
         if self._feeding is None or not self._feeding.is_alive():

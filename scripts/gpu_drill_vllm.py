@@ -22,15 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpu_drill_session import Session
 from gpu_drill_supervisor import KEEP
 from gpu_engine import Engine, flaws, rate
 from gpu_lab import machine
-from gpu_real_run import (
-    membership,
-    wait_for,
-    what_is_left,
-)
+from gpu_real_run import membership, wait_for, what_is_left
 
+from mps_trainer.config import Settings
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.launcher.runs import end_runs, list_runs
@@ -82,7 +80,7 @@ def _end_run(session: Session) -> str:
 def drill(session: Session, engine: Engine, way: str, probe: str) -> dict[str, Any]:
     """End the sidecar in one way; whether the engine goes on, with what it gives."""
     begun = time.monotonic()
-    session.ensure(owned=way == "driver-killed")
+    session.ensure(way)
     sidecar = session.sidecar()
     daemon = MpsDaemon(session.folder)
     client, faults = daemon.is_client(sidecar.pid), len(daemon.faults())
@@ -118,15 +116,21 @@ def run_all(work: Path, args: argparse.Namespace, found: dict[str, Any], deadlin
         before = engine.wait_rounds(engine.rounds()[0]["probe end"], 3, ROUND_S)
         probe = before[-1]["probe"]
         found["before"] = {"tokens/s": rate(before), **flaws(before, probe)}
-        print(
-            json.dumps({name: found[name] for name in ("run", "engine", "membership", "before")}, indent=1), flush=True
-        )
+        print(json.dumps({k: found[k] for k in ("run", "engine", "membership", "before")}, indent=1))
+        print(HEADING, flush=True)
         for way in args.ways:
             # A start, an end, and at the end the last way and the clean-up.
             if time.monotonic() + (65 if way == "hang-watchdog" else 45) > deadline:
                 found["not reached"].append(way)
                 continue
-            take(found, drill(session, engine, way, probe))
+            try:
+                take(found, drill(session, engine, way, probe))
+            except (RuntimeError, MpsTrainerError) as error:
+                found["problems"].append(f"{way}: {type(error).__name__}: {error}")
+                print(found["problems"][-1], flush=True)
+                if not engine.is_alive:
+                    raise
+                session.end()
         session.ensure()
         since = time.monotonic()
         found["after"] = {"tokens/s": rate(engine.wait_rounds(since, 3, ROUND_S)), **flaws(engine.rounds(since), probe)}
