@@ -75,15 +75,15 @@ def version(record: RunRecord) -> int:
     return status.version if status else -1
 
 
-def wait_idle(record: RunRecord) -> None:
-    """Until the sidecar has taken what it was fed: no step for half a second."""
+def wait_idle(feeding: Feeding, record: RunRecord) -> None:
+    """Until the sidecar has taken all that it was fed, and took no step for a second."""
     last = [version(record), time.monotonic()]
 
     def idle() -> bool:
         now = version(record)
-        if now != last[0]:
+        if now != last[0] or feeding.backlog:
             last[:] = [now, time.monotonic()]
-        return time.monotonic() - last[1] > 0.5
+        return time.monotonic() - last[1] > 1.0
 
     wait_for(idle, 20, "the sidecar idles")
 
@@ -95,7 +95,7 @@ def arm(feeding: Feeding, engine: Engine, record: RunRecord, sidecar: int, *, bu
         wait_for(trains(record), 20, "the sidecar trains")
     else:
         feeding.paused.set()
-        wait_idle(record)
+        wait_idle(feeding, record)
     begin, steps = time.monotonic(), version(record)
     rounds = engine.wait_rounds(begin, 1, ROUND_S)
     steps, seconds = version(record) - steps, time.monotonic() - begin

@@ -93,6 +93,10 @@ class Feeding(threading.Thread):
         self._channel = OperatorChannel.create(run_id, wire_columns(DrillTask()), settings, backpressure="drop_newest")
         self.start()
 
+    @property
+    def backlog(self) -> int:
+        return self._channel.backlog()
+
     def run(self) -> None:
         rng = np.random.default_rng(0)
         features = rng.standard_normal((64, WIDTH)).astype(np.float32)
