@@ -37,7 +37,8 @@ from mps_trainer.mps.process import ProcessIdentity
 
 BY_TASK = ("exit", "assert", "exception", "nan", "oom")
 # In this order, so that a budget that ends early cuts the least: what the supervisor restarts comes cheapest.
-WAYS = (*BY_TASK, "sigterm", "supervisor-killed", "hang-down", "down", "sigkill", "driver-killed")
+# `mps-trainer down` comes last, always.
+WAYS = (*BY_TASK, "sigterm", "supervisor-killed", "hang-down", "driver-killed", "sigkill")
 if "hang_timeout" in Settings.model_fields:
     WAYS = (*WAYS, "hang-watchdog")
 END_S, ROUND_S = 45.0, 40.0
@@ -55,9 +56,8 @@ def trigger(session: Session, way: str, sidecar: ProcessIdentity) -> str:
         wait_for(lambda: not session.command.exists(), 15, "the task takes its command")
     if way == "hang-down":
         sidecar.wait(1.0)  # it hangs by then, and launches
-        return _end_run(session)
-    if way == "down":
-        return _end_run(session)
+        ended = end_runs([one for one in list_runs() if one.record.run_id == session.run_id], timeout_s=END_S)
+        return ", ".join(one.how.value for one in ended)
     if way == "sigterm":
         sidecar.send(signal.SIGTERM)
     elif way == "sigkill":
@@ -72,9 +72,10 @@ def trigger(session: Session, way: str, sidecar: ProcessIdentity) -> str:
     return ""
 
 
-def _end_run(session: Session) -> str:
-    ended = end_runs([one for one in list_runs() if one.record.run_id == session.run_id], timeout_s=END_S)
-    return ", ".join(one.how.value for one in ended)
+def are_neighbours(session: Session, sidecar: ProcessIdentity, engine: Engine) -> bool:
+    """Whether both are clients of one server now; otherwise an end could not reach the engine."""
+    joined = membership(session.run_id, sidecar.pid, engine.process.pid)
+    return bool(joined["sidecar is a client"] and joined["engine is a client"])
 
 
 def drill(session: Session, engine: Engine, way: str, probe: str) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def drill(session: Session, engine: Engine, way: str, probe: str) -> dict[str, A
     session.ensure(way)
     sidecar = session.sidecar()
     daemon = MpsDaemon(session.folder)
-    client, faults = daemon.is_client(sidecar.pid), len(daemon.faults())
+    both, faults = are_neighbours(session, sidecar, engine), len(daemon.faults())
     asked = time.monotonic()
     remark = trigger(session, way, sidecar)
     # Its supervisor reaps it; where that is dead, init or whoever adopts it does.
@@ -92,7 +93,7 @@ def drill(session: Session, engine: Engine, way: str, probe: str) -> dict[str, A
     then = session.settle(sidecar) if gone else "still there"
     rounds = engine.wait_rounds(ended, 1, ROUND_S)
     return {
-        "way": way, "was a client": client, "ended": gone, "seconds to its end": ended - asked, "remark": remark,
+        "way": way, "both were clients": both, "ended": gone, "seconds to its end": ended - asked, "remark": remark,
         "then": then, "engine rounds since": len(rounds), **flaws(engine.rounds(asked), probe),
         "tokens/s since": rate(rounds), "faults": [(f.pid, *f.torn_down) for f in daemon.faults()[faults:]],
         "seconds": time.monotonic() - begun,
@@ -151,7 +152,8 @@ def take(found: dict[str, Any], row: dict[str, Any]) -> None:
 def last_way(session: Session, engine: Engine, probe: str, found: dict[str, Any]) -> None:
     """`mps-trainer down` as a user runs it: the daemon is asked to end too, while the engine lives on."""
     (session.folder.path / KEEP).unlink()
-    sidecar, asked = session.sidecar(), time.monotonic()
+    sidecar = session.sidecar()
+    both, asked = are_neighbours(session, sidecar, engine), time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "mps_trainer", "down", session.run_id],
         capture_output=True, text=True, timeout=90, check=False,
@@ -159,7 +161,7 @@ def last_way(session: Session, engine: Engine, probe: str, found: dict[str, Any]
     gone, ended = sidecar.wait(5), time.monotonic()
     rounds = engine.wait_rounds(ended, 2, ROUND_S)
     row = {
-        "way": "mps-trainer down", "was a client": True, "ended": gone, "seconds to its end": ended - asked,
+        "way": "mps-trainer down", "both were clients": both, "ended": gone, "seconds to its end": ended - asked,
         "remark": done.stdout[-300:], "then": f"exit status {done.returncode}", "engine rounds since": len(rounds),
         **flaws(engine.rounds(asked), probe), "tokens/s since": rate(rounds), "faults": [],
     }  # fmt: skip
@@ -187,7 +189,7 @@ def clean_up(session: Session, engine: Engine | None, found: dict[str, Any]) -> 
 def verdict(found: dict[str, Any]) -> int:
     rows = found["rows"]
     good = [
-        row["ended"] and row["was a client"] and row["engine rounds since"] > 0 and not row["not finite"]
+        row["ended"] and row["both were clients"] and row["engine rounds since"] > 0 and not row["not finite"]
         for row in rows
     ]  # fmt: skip
     # Greedy tokens count where they were the same in every round before the first end.

@@ -15,6 +15,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,19 @@ from mps_trainer.mps.folder import MpsFolder
 
 BAD, GOOD = (20, 40, 70), (100, 90, 50, 25, 10)
 AT_ONCE = 12
+
+
+@contextmanager
+def lab() -> Iterator[tuple[MpsDaemon, WarmParent]]:
+    """A daemon and a warm parent; at the end first what still runs there, then the daemon."""
+    with tempfile.TemporaryDirectory(prefix="mt-", dir="/tmp") as folder:
+        daemon = MpsDaemon(MpsFolder(Path(folder) / "m"))
+        try:
+            with WarmParent(Path(folder) / "log", ["gpu_numerics"]) as parent:
+                daemon.start()
+                yield daemon, parent
+        finally:
+            daemon.quit(force_after_s=5)
 
 
 def check(seed: int) -> dict[str, Any]:
@@ -77,27 +92,17 @@ def map_shares(out: Path | None, deadline: float) -> int:
     rows: dict[int, dict[str, Any]] = {}
     jobs: dict[int, Job] = {}
     uuid = gpu_uuids()[0]
-    with (
-        tempfile.TemporaryDirectory(prefix="mt-", dir="/tmp") as folder,
-        WarmParent(Path(folder) / "log", ["gpu_numerics"]) as parent,
-    ):
-        daemon = MpsDaemon(MpsFolder(Path(folder) / "m"))
-        daemon.start()
-        try:
-            while (todo and time.monotonic() < deadline) or jobs:
-                while todo and len(jobs) < AT_ONCE and time.monotonic() < deadline:
-                    share = todo.pop(0)
-                    env = sidecar_env(daemon.folder.pipe_dir, uuid, 6 * 2**30, share)
-                    jobs[share] = parent.start("gpu_numerics:gaps", env=env)
-                for share in [share for share, job in jobs.items() if job.process.wait(0.01)]:
-                    rows[share] = _row(jobs.pop(share))
-                    print(f"{share} %: {rows[share].get('error') or _found(rows[share])}", flush=True)
-                if time.monotonic() > deadline + 20:
-                    break
-        finally:
-            # What hangs is killed with its parent.
-            parent.__exit__(None, None, None)
-            daemon.quit(force_after_s=5)
+    with lab() as (daemon, parent):
+        while (todo and time.monotonic() < deadline) or jobs:
+            while todo and len(jobs) < AT_ONCE and time.monotonic() < deadline:
+                share = todo.pop(0)
+                env = sidecar_env(daemon.folder.pipe_dir, uuid, 6 * 2**30, share)
+                jobs[share] = parent.start("gpu_numerics:gaps", env=env)
+            for share in [share for share, job in jobs.items() if job.process.wait(0.01)]:
+                rows[share] = _row(jobs.pop(share))
+                print(f"{share} %: {rows[share].get('error') or _found(rows[share])}", flush=True)
+            if time.monotonic() > deadline + 20:
+                break
     return _judge_map(rows, out)
 
 
@@ -149,25 +154,15 @@ def main() -> int:
         return map_shares(args.out, deadline)
     uuid = gpu_uuids()[0]
     rows: dict[int, list[dict[str, Any]]] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="mt-", dir="/tmp") as folder,
-        WarmParent(Path(folder) / "log", ["gpu_numerics"]) as parent,
-    ):
-        daemon = MpsDaemon(MpsFolder(Path(folder) / "m"))
-        daemon.start()
-        try:
-            for share in args.shares:
-                if time.monotonic() > deadline:
-                    print("the budget is spent; not reached:", [s for s in args.shares if s not in rows])
-                    break
-                env = sidecar_env(daemon.folder.pipe_dir, uuid, 8 * 2**30, share)
-                jobs = [parent.start("gpu_numerics:check", seed, env=env) for seed in range(args.repeats)]
-                rows[share] = [job.result(120) for job in jobs]
-                print(
-                    share, [(r["sms"], r["wrong"], r["cases"], round(r["seconds"], 2)) for r in rows[share]], flush=True
-                )
-        finally:
-            daemon.quit(force_after_s=5)
+    with lab() as (daemon, parent):
+        for share in args.shares:
+            if time.monotonic() > deadline:
+                print("the budget is spent; not reached:", [s for s in args.shares if s not in rows])
+                break
+            env = sidecar_env(daemon.folder.pipe_dir, uuid, 8 * 2**30, share)
+            jobs = [parent.start("gpu_numerics:check", seed, env=env) for seed in range(args.repeats)]
+            rows[share] = [job.result(120) for job in jobs]
+            print(share, [(r["sms"], r["wrong"], r["cases"], round(r["seconds"], 2)) for r in rows[share]], flush=True)
     found = {share: sum(r["wrong"] > 0 for r in runs) for share, runs in rows.items()}
     print("| share | SMs | runs that raise an alarm | wrong cases, of how many | seconds, first and warm |")
     print("|---|---|---|---|---|")
