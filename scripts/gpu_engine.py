@@ -49,7 +49,7 @@ def serve(folder: Path, utilization: float, max_tokens: int) -> None:
     import numpy as np
     from vllm import LLM, SamplingParams
 
-    started = time.monotonic()
+    started, owner = time.monotonic(), os.getppid()
     llm = LLM(
         str(folder / "model"), skip_tokenizer_init=True, load_format="dummy", gpu_memory_utilization=utilization,
         max_model_len=1024, max_num_seqs=SEQUENCES, enable_prefix_caching=False,
@@ -67,7 +67,8 @@ def serve(folder: Path, utilization: float, max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1)
     greedy = SamplingParams(temperature=0.0, max_tokens=PROBE_TOKENS, ignore_eos=True, detokenize=False, logprobs=1)
     with (folder / "rounds.jsonl").open("a") as log:
-        while not (folder / "stop").exists():
+        # It ends with the script, too.
+        while not (folder / "stop").exists() and os.getppid() == owner:
             begin = time.monotonic()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             end = time.monotonic()

@@ -157,6 +157,8 @@ class WarmParent:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
+                # A signal to the script's group must not look like the death of a victim.
+                start_new_session=True,
             )
         self._answer()
 
@@ -245,8 +247,6 @@ def _serve() -> dict[str, Any] | None:
     for module in sys.argv[1:]:
         importlib.import_module(module)
     children: set[int] = set()
-    # A Ctrl-C is for the script, which ends the jobs in its own order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     print(json.dumps({"ready": os.getpid()}), flush=True)
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
@@ -257,7 +257,6 @@ def _serve() -> dict[str, Any] | None:
             continue
         pid = os.fork()
         if pid == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             return request
         children.add(pid)
         print(json.dumps({"pid": pid}), flush=True)

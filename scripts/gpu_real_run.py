@@ -50,6 +50,7 @@ data_processor:
           checkpoint_every: 1600
           max_restarts: 20
           ready_timeout: 60s
+          idle_timeout: 60s
 """
 # Where the version has them: no trial of the task before READY, which is no matter of these scripts; a soon watchdog.
 OPTIONAL = {"probation": "off", "hang_timeout": "10s"}
