@@ -40,7 +40,7 @@ class Session:
         self.owner: subprocess.Popen[str] | None = None
         self._work, self._memory = work, memory
         self._feeding: Feeding | None = None
-        up.SUPERVISOR_COMMAND = (sys.executable, str(SCRIPTS / "gpu_drill_supervisor.py"))
+        up.SUPERVISOR_COMMAND = (sys.executable, str(SCRIPTS / "gpu_drill_supervisor.py"))  # type: ignore[assignment]
 
     @property
     def is_over(self) -> bool:

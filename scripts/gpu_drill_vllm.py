@@ -38,7 +38,7 @@ from mps_trainer.mps.process import ProcessIdentity
 BY_TASK = ("exit", "assert", "exception", "nan", "oom")
 # In this order, so that a budget that ends early cuts the least: what the supervisor restarts comes cheapest.
 # `mps-trainer down` comes last, always.
-WAYS = (*BY_TASK, "sigterm", "supervisor-killed", "hang-down", "driver-killed", "sigkill")
+WAYS: tuple[str, ...] = (*BY_TASK, "sigterm", "supervisor-killed", "hang-down", "driver-killed", "sigkill")
 if "hang_timeout" in Settings.model_fields:
     WAYS = (*WAYS, "hang-watchdog")
 END_S, ROUND_S = 45.0, 40.0

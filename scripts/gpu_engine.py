@@ -27,20 +27,20 @@ QWEN_7B = {
     "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-HEAD_SIZE, BLOCK_TOKENS = 128, 16
+KV_HEADS, HEAD_SIZE, BLOCK_TOKENS = 4, 128, 16
 SEQUENCES, PROMPT_TOKENS, PROBE_TOKENS = 256, 128, 32
 Round = dict[str, Any]
 
 
 def kv_block_bytes(layers: int) -> int:
     """Bytes of one KV block of this model in bf16."""
-    return BLOCK_TOKENS * layers * 2 * int(QWEN_7B["num_key_value_heads"]) * HEAD_SIZE * 2  # type: ignore[call-overload]
+    return BLOCK_TOKENS * layers * 2 * KV_HEADS * HEAD_SIZE * 2
 
 
 def weight_bytes(layers: int) -> int:
     """Bytes of the weights in bf16, biases and norms left out."""
     hidden, inner, vocabulary = 3584, 18944, 152064
-    kv = 4 * HEAD_SIZE
+    kv = KV_HEADS * HEAD_SIZE
     return 2 * (layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner) + 2 * vocabulary * hidden)
 
 

@@ -107,7 +107,7 @@ class Feeding(threading.Thread):
             if self.paused.is_set() or self._channel.backlog() >= 2:
                 continue
             sent += 1
-            rows = {
+            rows: dict[str, Any] = {
                 "eid": [f"{self._run_id}-{sent}-{i}" for i in range(64)], "group": ["g"] * 64,
                 "reward": rng.random(64, np.float32), "features": features,
             }  # fmt: skip
