@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from gpu_engine import BLOCK_TOKENS, Engine, flaws, kv_block_bytes, rate, weight_bytes
-from gpu_lab import SCRIPTS, machine
+from gpu_lab import SCRIPTS, lab_gpus, machine
 from gpu_real_run import (
     Feeding,
     membership,
@@ -40,7 +40,6 @@ from gpu_task import MEMORY_VARIABLE
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.mps.environment import without_mps
-from mps_trainer.mps.nvml import read_nvml
 from mps_trainer.run import RunRecord, live_runs
 
 ROUND_S = 40.0
@@ -99,7 +98,7 @@ def arm(feeding: Feeding, engine: Engine, record: RunRecord, sidecar: int, *, bu
     begin, steps = time.monotonic(), version(record)
     rounds = engine.wait_rounds(begin, 1, ROUND_S)
     steps, seconds = version(record) - steps, time.monotonic() - begin
-    used = [p.used for gpu in read_nvml().gpus for p in gpu.processes if p.pid == sidecar]
+    used = [p.used for gpu in lab_gpus() for p in gpu.processes if p.pid == sidecar]
     return {"busy": busy, "rounds": rounds, "steps/s": steps / seconds, "NVML bytes of the sidecar": used}
 
 
@@ -154,7 +153,7 @@ def beside(work: Path, args: argparse.Namespace, found: dict[str, Any], deadline
         status = status_of(record.run_dir)
         sidecar = status.pid if status else 0
         found["membership"] = membership(record.run_id, sidecar, engine.process.pid)
-        found["KV"] = kv_against_plan(facts, read_nvml().gpus[0].total)
+        found["KV"] = kv_against_plan(facts, lab_gpus()[0].total)
         print(json.dumps({k: found[k] for k in ("engine", "membership", "KV")}, indent=1), flush=True)
         arms: list[dict[str, Any]] = []
         # The first round warms up.

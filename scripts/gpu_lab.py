@@ -25,11 +25,14 @@ from tempfile import mkstemp
 from types import TracebackType
 from typing import Any
 
+from mps_trainer.mps.nvml import GpuFacts, read_nvml
 from mps_trainer.mps.process import ProcessIdentity
 
 SCRIPTS = Path(__file__).parent
 # Another device is for trying the scripts out where there is no GPU.
 DEVICE = os.environ.get("GPU_LAB_DEVICE", "cuda:0")
+# On a machine with several GPUs: the one to use, by NVML's index; the others are somebody else's.
+ONLY_GPU = os.environ.get("GPU_LAB_GPU", "")
 LARGE = 64 if DEVICE == "cpu" else 8192
 
 
@@ -224,7 +227,7 @@ def machine() -> dict[str, str]:
 
 
 def gpu_uuids() -> list[str]:
-    """Full UUIDs in NVML's order."""
+    """Full UUIDs in NVML's order; the one of $GPU_LAB_GPU alone where that is set."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -233,7 +236,13 @@ def gpu_uuids() -> list[str]:
         for i in range(pynvml.nvmlDeviceGetCount())
     ]
     pynvml.nvmlShutdown()
-    return found
+    return [found[int(ONLY_GPU)]] if ONLY_GPU else found
+
+
+def lab_gpus() -> list[GpuFacts]:
+    """What NVML says of the GPUs that these scripts may use."""
+    found = list(read_nvml().gpus)
+    return [found[int(ONLY_GPU)]] if ONLY_GPU else found
 
 
 def _text(value: str | bytes) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_lab import SCRIPTS
+from gpu_lab import ONLY_GPU, SCRIPTS, lab_gpus
 from gpu_task import COMMAND_VARIABLE, MEMORY_VARIABLE, WIDTH, DrillTask
 
 from mps_trainer.config import Settings
@@ -22,7 +22,6 @@ from mps_trainer.errors import MpsTrainerError, RunError, TransportError
 from mps_trainer.launcher.leftovers import find_leftovers
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import all_mps_folders, mps_folder
-from mps_trainer.mps.nvml import read_nvml
 from mps_trainer.mps.process import is_descendant
 from mps_trainer.run import RunRecord, State, Status, is_held, run_paths
 from mps_trainer.tasks import wire_columns
@@ -42,7 +41,7 @@ data_processor:
       - name: mps_trainer.operator.AuxTrainer
         args:
           task: gpu_task:DrillTask
-          device: cuda:0
+          device: cuda:{gpu}
           mps: on
           memory: {memory}
           steps_per_batch: 16
@@ -67,7 +66,7 @@ def prepare_environment(work: Path) -> Path:
 
 def write_config(work: Path, name: str, memory: str) -> Path:
     path = work / f"{name}.yaml"
-    text = CONFIG.format(work=work, name=name, memory=memory)
+    text = CONFIG.format(work=work, name=name, memory=memory, gpu=ONLY_GPU or "0")
     text += "".join(f"          {key}: {word}\n" for key, word in OPTIONAL.items() if key in Settings.model_fields)
     path.write_text(text)
     return path
@@ -153,7 +152,7 @@ def trains(record: RunRecord) -> Any:
 def membership(run_id: str, sidecar: int, engine: int) -> dict[str, Any]:
     """Who is a client of the run's daemon, by PID, and who holds how many bytes, by NVML."""
     clients = [client.pid for client in MpsDaemon(mps_folder(run_id)).clients()]
-    used = {p.pid: p.used for gpu in read_nvml().gpus for p in gpu.processes}
+    used = {p.pid: p.used for gpu in lab_gpus() for p in gpu.processes}
     return {
         "clients": clients,
         "sidecar is a client": sidecar in clients,
@@ -170,7 +169,7 @@ def what_is_left() -> dict[str, list[Any]]:
         files = [str(error)]
     # NVML shows a process for a moment after its end.
     deadline = time.monotonic() + 5
-    while (pids := [p.pid for gpu in read_nvml().gpus for p in gpu.processes]) and time.monotonic() < deadline:
+    while (pids := [p.pid for gpu in lab_gpus() for p in gpu.processes]) and time.monotonic() < deadline:
         time.sleep(0.2)
     return {
         "mps folders": [run_id for run_id, _ in all_mps_folders()],
