@@ -1,8 +1,11 @@
-"""Write docs/settings.md from the code; a test fails when the two differ.
+"""Write docs/settings.md and docs/built_in_tasks.md from the code; a test fails when they differ.
 
 usage: python scripts/settings_reference.py [--check]
 """
 
+import importlib
+import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -10,8 +13,9 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from mps_trainer.config import FilterSettings, RewardSettings, Settings, format_size
+from mps_trainer.tasks.registry import BUILT_IN_TASKS
 
-TARGET = Path(__file__).parents[1] / "docs" / "settings.md"
+DOCS = Path(__file__).parents[1] / "docs"
 SIZES = {"memory", "ring_slot"}
 DURATIONS = {"score_timeout", "block_timeout", "ready_timeout", "idle_timeout"}
 
@@ -56,13 +60,49 @@ def page() -> str:
     return HEAD + rows(Settings) + rows(FilterSettings, "filter.") + rows(RewardSettings, "reward.")
 
 
+TASKS_HEAD = """# Built-in tasks
+
+Name one with `task:`, and its arguments under `task_args:`. A task of your own: `docs/write_a_task.md`. This page is
+generated: `python scripts/settings_reference.py`.
+"""
+
+
+def task_page() -> str:
+    return TASKS_HEAD + "".join(task_section(name, target) for name, target in BUILT_IN_TASKS.items())
+
+
+def task_section(name: str, target: str) -> str:
+    module_name, _, class_name = target.partition(":")
+    module = importlib.import_module(module_name)
+    task_class = getattr(module, class_name)
+    text = inspect.cleandoc(module.__doc__ or "").replace(f"The built-in task `{name}`: ", "", 1)
+    text = text.replace("The built-in task: ", "", 1)
+    meaning = arguments(task_class)
+    table = "".join(
+        f"| `{parameter.name}` | `{parameter.default}` | {meaning[parameter.name]} |\n"
+        for parameter in inspect.signature(task_class).parameters.values()
+    )
+    return f"\n## {name}\n\n{text[0].upper()}{text[1:]}\n\n| argument | default | meaning |\n|---|---|---|\n{table}"
+
+
+def arguments(task_class: type) -> dict[str, str]:
+    """What the docstring's Args section says of each argument; a line may describe several."""
+    lines = inspect.getdoc(task_class).partition("Args:\n")[2]  # type: ignore[union-attr]
+    found = {}
+    for names, meaning in re.findall(r"^    ([\w, ]+): ((?:.|\n        )*)", lines, re.MULTILINE):
+        found |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", meaning).strip().replace("|", "\\|"))
+    return found
+
+
 def main() -> int:
+    pages = {DOCS / "settings.md": page(), DOCS / "built_in_tasks.md": task_page()}
+    wrong = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv:
-        if TARGET.read_text() != page():
-            print(f"{TARGET.name} differs from the code; run: python scripts/settings_reference.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.write_text(page())
+        for path in wrong:
+            print(f"{path.name} differs from the code; run: python scripts/settings_reference.py", file=sys.stderr)
+        return int(bool(wrong))
+    for path in wrong:
+        path.write_text(pages[path])
     return 0
 
 
