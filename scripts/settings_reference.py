@@ -13,7 +13,7 @@ from mps_trainer.config import FilterSettings, RewardSettings, Settings, format_
 
 TARGET = Path(__file__).parents[1] / "docs" / "settings.md"
 SIZES = {"memory", "ring_slot"}
-DURATIONS = {"score_timeout", "block_timeout", "ready_timeout", "idle_timeout"}
+DURATIONS = {"probation_timeout", "score_timeout", "block_timeout", "ready_timeout", "idle_timeout"}
 
 HEAD = """# Settings
 
