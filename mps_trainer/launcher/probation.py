@@ -41,6 +41,7 @@ _CONTEXT = 2**30
 _LOOK_S = 0.5
 # A killed process keeps its memory on the GPU for a moment.
 _GONE_S = 10.0
+_STACK_S = 2.0
 _LOG_LINES = 12
 
 
@@ -128,6 +129,7 @@ class Probation:
         self._is_asked = is_asked
         self._limit_s = float(record.settings["probation_timeout"])
         self._buffer = b""
+        self._open = True
         self.reading, writing = os.pipe()
         device = "cuda:0" if place.gpu else "cpu"
         try:
@@ -145,18 +147,16 @@ class Probation:
         """Until it has ended, at most for its time; why the run must not go on, if so."""
         deadline = time.monotonic() + self._limit_s
         selector.register(self.reading, selectors.EVENT_READ)
-        open_ = True
         try:
             while not (ended := self._has_ended()) and not self._is_asked() and time.monotonic() < deadline:
-                if open_ and self._wait(_LOOK_S, self.reading):
-                    open_ = self._read()
-                    if not open_:
-                        selector.unregister(self.reading)
-                elif not open_:
-                    self._wait(_LOOK_S)
-            code = self._end()
-            while open_ and self._has_words():
-                open_ = self._read()
+                self._listen(_LOOK_S, selector)
+            if not ended and not self._is_asked():
+                self._ask_for_its_stack(selector)
+            # With everything that the task has started; outside of MPS no kill harms anybody.
+            os.killpg(self.child.pid, signal.SIGKILL)
+            code = self.child.wait()
+            while self._open and self._has_words():
+                self._open = self._read()
         finally:
             if self.reading in selector.get_map():
                 selector.unregister(self.reading)
@@ -164,13 +164,23 @@ class Probation:
         return None if self._is_asked() else self._judge(code, ended)
 
     def _has_ended(self) -> bool:
-        # It stays a zombie, so that its process group is surely still its own.
+        # It stays a zombie, so that its PID and its process group are surely still its own.
         return os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def _end(self) -> int:
-        # With everything that the task has started; outside of MPS no kill harms anybody.
-        os.killpg(self.child.pid, signal.SIGKILL)
-        return self.child.wait()
+    def _listen(self, timeout_s: float, selector: selectors.BaseSelector) -> None:
+        if not self._open:
+            self._wait(timeout_s)
+        elif self._wait(timeout_s, self.reading):
+            self._open = self._read()
+            if not self._open:
+                selector.unregister(self.reading)
+
+    def _ask_for_its_stack(self, selector: selectors.BaseSelector) -> None:
+        """It writes where it is to its log, and ends."""
+        os.kill(self.child.pid, signal.SIGUSR1)
+        end = time.monotonic() + _STACK_S
+        while not self._has_ended() and (left := end - time.monotonic()) > 0:
+            self._listen(left, selector)
 
     def _has_words(self) -> bool:
         with selectors.DefaultSelector() as one:

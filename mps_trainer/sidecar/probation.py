@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -38,7 +39,6 @@ _MIB = 2**20
 # On the CPU, beside the task's tensors: buffers of the libraries, stacks of threads.
 _CPU_SLACK = 128 * _MIB
 _STEPPING_SHARE = 0.5
-_STACK_SHARE = 0.85
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     os.set_inheritable(options.report_fd, False)
     faulthandler.enable()
+    # Where does it hang? When its time is over the launcher asks with this signal, which then ends the process.
+    faulthandler.register(signal.SIGUSR1, chain=True)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     code = _probation(options.run_file, options.device, lambda **event: _write(options.report_fd, event))
     logging.shutdown()
@@ -69,8 +71,6 @@ def _probation(run_file: Path, device: str, write: Callable[..., None]) -> int:
     try:
         record = RunRecord.load(run_file)
         settings = load_settings(record.settings)
-        # Where does it hang? The log tells, and the launcher quotes its end.
-        faulthandler.dump_traceback_later(_STACK_SHARE * settings.probation_timeout)
         report = try_task(settings, device or record.device, lambda at: write(at=at))
     except Exception as error:  # the process's top level: every end has an exit code and a reason
         logging.getLogger(__name__).exception("probation failed")
