@@ -160,7 +160,7 @@ def explain(error: BaseException) -> tuple[str, str]:
         found, todo = f"{type(error).__name__}: {error}", "see probation.log in the run folder"
     if is_gpu_fault(found):
         return (
-            f"{found.splitlines()[0]}: a GPU fault, which beside vLLM would have killed the engine",
+            f"{found.splitlines()[0]}: a GPU fault, which beside vLLM takes the engine along",
             "correct the task's kernels or the library that holds them; the traceback in probation.log shows the line, "
             "and `compute-sanitizer` the access",
         )

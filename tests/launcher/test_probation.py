@@ -21,6 +21,7 @@ from launcher_helpers import is_alive, wait_for
 from mps_trainer.errors import PlacementError, RunError
 from mps_trainer.launcher import probation
 from mps_trainer.launcher.probation import Place, choose_place, is_wanted, longest_s, probation_environment
+from mps_trainer.launcher.process import Ended
 from mps_trainer.launcher.runs import end_runs, list_runs
 from mps_trainer.launcher.up import RunHandle, prepare, start_run
 from mps_trainer.mps.nvml import GpuFacts, GpuProcess, NvmlFacts
@@ -77,6 +78,15 @@ def test_a_good_task_passes_before_the_sidecar_starts(write_config: Write, fake:
     assert report["warnings"] == []
     assert re.search(r"passed: 20 steps of [\d.]+ ms, longest [\d.]+ ms, peak memory", "\n".join(lines))
     assert "Traceback" not in (run.run_dir / "probation.log").read_text()
+
+
+def test_the_real_sidecar_starts_after_probation(write_config: Write) -> None:
+    run = start_run(prepare(config_for(write_config, "tried_tasks:Good")))
+    assert run.status().state is State.READY
+    assert run.stop() is Ended.BY_ITSELF
+    assert run.status().state is State.STOPPED
+    log = (run.run_dir / "supervisor.log").read_text()
+    assert log.index("probation passed") < log.index("sidecar")
 
 
 def test_a_restart_needs_no_second_probation(write_config: Write, fake: Fake) -> None:

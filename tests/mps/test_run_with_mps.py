@@ -137,6 +137,16 @@ def test_task_of_ones_own_goes_on_probation_on_the_recorded_gpu_of_the_run(start
     nothing_is_left(run_dir.resolve().name)
 
 
+def test_run_whose_recorded_gpus_are_full_tries_on_the_cpu_which_is_no_measure_of_time(start, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent / "support"), os.environ["PYTHONPATH"]]))
+    run = start("auto", 2, task="tried_tasks:Hangs", probation_timeout="8s", memory="139GiB")
+    assert run.sidecar_pid == 0
+    assert "on the CPU, since no idle GPU has 140.0 GiB free" in supervisor_log(run)
+    assert "probation was not over after 8 s; the CPU is no measure" in supervisor_log(run)
+    run.stop()
+    nothing_is_left(run.record.run_id)
+
+
 def test_run_whose_recorded_gpu_is_not_known_yet_takes_an_idle_one_for_probation(start, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent / "support"), os.environ["PYTHONPATH"]]))
     with pytest.raises(MpsTrainerError, match="sees no CUDA device"):

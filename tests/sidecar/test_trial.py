@@ -128,8 +128,9 @@ def test_gpu_faults_are_told_apart_by_recorded_messages() -> None:
     assert is_gpu_fault(ILLEGAL)
     assert not is_gpu_fault(ASSERT)
     assert not is_gpu_fault("CUDA error: out of memory")
+    assert not is_gpu_fault("CUDA error: no kernel image is available for execution on the device")
     found, todo = probation.explain(TaskError(ILLEGAL, "x"))
-    assert found.endswith("encountered: a GPU fault, which beside vLLM would have killed the engine")
+    assert found.endswith("encountered: a GPU fault, which beside vLLM takes the engine along")
     assert "compute-sanitizer" in todo
     found, todo = probation.explain(RuntimeError(ASSERT))
     assert found.endswith("triggered: an index is out of range on the GPU")
