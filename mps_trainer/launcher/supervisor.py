@@ -28,11 +28,13 @@ from pathlib import Path
 from mps_trainer.errors import MpsTrainerError, RunError
 from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.launcher.leftovers import remove_run
+from mps_trainer.launcher.probation import hold_probation
 from mps_trainer.launcher.process import describe_exit
 from mps_trainer.launcher.reports import Reporter
 from mps_trainer.launcher.restarts import RestartBudget
 from mps_trainer.launcher.run_locks import hold_run_locks
 from mps_trainer.launcher.sidecar_process import SIDECAR_COMMAND, SidecarProcess
+from mps_trainer.launcher.wakeup import wakeup_pipe
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, Status, exit_codes, is_held
 
 log = logging.getLogger("mps_trainer.supervisor")
@@ -71,6 +73,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise to the end of the run; the exit code of the process."""
+        hosted = (self._reporter, self._selector, self._wait, lambda: self._asked_to_end)
+        if refusal := hold_probation(self._record, self._run_file, *hosted):
+            return self._fail(*refusal) if refusal.error else exit_codes.OK
         if self._share is not None and not self._share.is_placed and self._wait_for_engine(self._share):
             return 0
         while True:
@@ -229,17 +234,11 @@ class Supervisor:
             return None
 
     def _listen_for_signals(self) -> int:
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing)
+        reading, writing = wakeup_pipe()
         if self._share is not None:
             self._share.wake = lambda: os.write(writing, b"\0")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note_signal)
-        # A handler is needed for the wake-up; the death itself is read from the child.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._selector.register(reading, selectors.EVENT_READ)
         return reading
 
@@ -275,8 +274,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sidecar-command", type=json.loads, default=list(SIDECAR_COMMAND))
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    if options.report_fd is not None:
-        os.set_inheritable(options.report_fd, False)
     reporter = Reporter(options.report_fd)
     paths = RunPaths(options.run_file)
     locks: list[HeldLock] = []
