@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import mps_trainer
-from mps_trainer.cli import look, runs, show
+from mps_trainer.cli import look, runs, show, workbench
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.launcher.verdict import EXIT_BAD_CONFIG, EXIT_INTERRUPTED
 
@@ -25,6 +25,7 @@ Settings live in your Trinity YAML, in the args of the operator mps_trainer.oper
 \b
   mps-trainer run trinity.yaml     everything: sidecar, Ray, trinity run, and a true exit status
   mps-trainer up trinity.yaml      only the sidecar; you start Ray and trinity run yourself
+  mps-trainer new-task my_filter   a task of your own to start from
 """
 
 
@@ -79,6 +80,9 @@ app.command()(look.status)
 app.command()(look.plan)
 app.command()(look.doctor)
 app.command()(look.report)
+app.command("new-task")(workbench.new_task)
+app.command("check-task")(workbench.check_task)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(workbench.record)
 
 
 def _open_standard_descriptors() -> None:

@@ -7,11 +7,14 @@ does, nor its exit status.
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import IO, TextIO
 
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -62,6 +65,27 @@ def raw(chunk: bytes) -> None:
 def progress(text: str) -> None:
     """What happens now; on stderr, so that stdout stays for results."""
     line(f"- {text}", style="dim", file=sys.stderr)
+
+
+@contextmanager
+def steps() -> Iterator[Callable[[str], None]]:
+    """A moving bar on a terminal, with what happens now and for how long; nothing where stderr is no terminal.
+
+    What is told as "... 3 of 20 ..." moves the bar.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    layout = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*layout, console=_Console(file=sys.stderr), transient=True) as progress:
+        bar = progress.add_task("", total=None)
+
+        def tell(text: str) -> None:
+            match = re.search(r"(\d+) of (\d+)", text)
+            done, total = (int(match[1]), int(match[2])) if match else (None, None)
+            progress.update(bar, description=text, completed=done, total=total)
+
+        yield tell
 
 
 def error(problem: MpsTrainerError) -> None:

@@ -136,6 +136,12 @@ class Settings(_Section):
     )
     block_timeout: Duration = Field(0.05, ge=0, description="the longest wait of backpressure: block")
 
+    record: str | None = Field(
+        None, description="append every experience to this file (an absolute path), for `mps-trainer check-task --data`"
+    )
+    record_max: int = Field(2000, ge=1, description="recording ends with so many experiences in the file, or at 1 GiB")
+    record_only: bool = Field(False, description="set by `mps-trainer record` in its derived config; not by you")
+
     run_dir: str | None = Field(
         None, description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity"
     )

@@ -71,15 +71,20 @@ def check_is_ours(path: Path) -> None:
 
 
 def derive(config: TrinityConfig, *, run_file: Path, one_gpu: bool) -> DerivedConfig:
-    """Make the derived config of a run; ConfigError when the file has a shape that cannot be added to.
+    """Make the derived config of a run; see `derive_with`."""
+    # The host too: where the coordinator runs elsewhere, the operator can then say so, and not only miss a file.
+    return derive_with(config, {"run_file": str(run_file), "run_host": this_host()}, one_gpu=one_gpu)
+
+
+def derive_with(config: TrinityConfig, ours: dict[str, Any], *, one_gpu: bool) -> DerivedConfig:
+    """A derived config with args of our own; ConfigError when the file has a shape that cannot be added to.
 
     Args:
+        ours: args of the operator that the file does not have.
         one_gpu: the machine has exactly one GPU; Trinity turns every mode into colocate there unless the file
             says how large the cluster is.
     """
     original = config.path.read_text()
-    # The host too: where the coordinator runs elsewhere, the operator can then say so, and not only miss a file.
-    ours = {"run_file": str(run_file), "run_host": this_host()}
     shape = one_gpu and config.mode != "colocate" and not config.has_cluster_shape
     try:
         tree = yaml_edit.load(original)

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 # After a signal Trinity needs 4 to 5 s to end; a trainer that saves a checkpoint needs more.
 TRINITY_GRACE_S = 60.0
+_INTERRUPTED_EARLY = Verdict(EXIT_INTERRUPTED, ("interrupted before trinity run had started",))
 
 Sink = Callable[[bytes], None]
 
@@ -60,16 +61,24 @@ def run_trinity(prepared: Prepared, options: TrinityOptions) -> Verdict:
         try:
             if prepared.plan is None:
                 options.progress("enabled is false: running Trinity with your own file and no sidecar")
-                return _run_plain(prepared, options)
+                return _run_plain(prepared.config, prepared.config.path, options)
             return _run_with_sidecar(prepared, options)
         except KeyboardInterrupt:
-            return Verdict(EXIT_INTERRUPTED, ("interrupted before trinity run had started",))
+            return _INTERRUPTED_EARLY
 
 
-def _run_plain(prepared: Prepared, options: TrinityOptions) -> Verdict:
-    with tempfile.TemporaryDirectory(prefix="mpst-log-") as folder, _ray(prepared.config, options, Path(folder)) as env:
-        outcome = _trinity(prepared.config, prepared.config.path, Path(folder), env, options)
-        return outcome.judge(prepared.config, None, None)
+def run_without_sidecar(config: TrinityConfig, yaml: Path, options: TrinityOptions) -> Verdict:
+    """Run Trinity on `yaml`, which was made from `config`; no run of ours is started."""
+    with _signals_interrupt():
+        try:
+            return _run_plain(config, yaml, options)
+        except KeyboardInterrupt:
+            return _INTERRUPTED_EARLY
+
+
+def _run_plain(config: TrinityConfig, yaml: Path, options: TrinityOptions) -> Verdict:
+    with tempfile.TemporaryDirectory(prefix="mpst-log-") as folder, _ray(config, options, Path(folder)) as environment:
+        return _trinity(config, yaml, Path(folder), environment, options).judge(config, None, None)
 
 
 def _run_with_sidecar(prepared: Prepared, options: TrinityOptions) -> Verdict:

@@ -193,8 +193,8 @@ def _refuse_what_cannot_work(config: TrinityConfig) -> None:
             f"mode: {config.mode} {why}, so no operator ever sees a batch and a sidecar would wait for nothing",
             "use mode: explore or both, or set enabled: false in the operator's args",
         )
-    for key in ("run_file", "run_host"):
-        if getattr(config.settings, key) is None:
+    for key in ("run_file", "run_host", "record_only"):
+        if getattr(config.settings, key) in (None, False):
             continue
         raise ConfigError(
             f"{key} is set in {config.path.name}; the launcher sets it, and only in the derived config",

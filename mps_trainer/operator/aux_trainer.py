@@ -14,6 +14,7 @@ import json
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from mps_trainer.config import load_settings
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.operator.feeder import Exchange, Feeder
 from mps_trainer.operator.policy import Metrics, Outcome, ScorePolicy
+from mps_trainer.operator.recording import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ class AuxTrainer(ExperienceOperatorV1):
     """Feeds experiences to the sidecar trainer and uses its scores.
 
     The keyword arguments are `mps_trainer.config.Settings`; an unknown one is refused with the nearest valid key.
-    With `enabled: false` the experiences pass untouched and nothing is opened.
+    With `enabled: false` the experiences pass untouched and nothing is opened. With `record` each is appended to a file
+    as it comes; with `record_only` that is all.
     """
 
     def __init__(self, **args: Any) -> None:
@@ -42,6 +45,10 @@ class AuxTrainer(ExperienceOperatorV1):
         self._settings = load_settings(args)
         self._policy = ScorePolicy(self._settings)
         self._feeder: Feeder | None = None
+        self._feeds = self._settings.enabled and not self._settings.record_only
+        self._recorder: Recorder | None = None
+        if self._settings.record is not None and (self._settings.enabled or self._settings.record_only):
+            self._recorder = Recorder(Path(self._settings.record), self._settings.record_max)
         self._thread: ThreadPoolExecutor | None = None
         self._num_batches = 0
         self._num_errors = 0
@@ -49,9 +56,10 @@ class AuxTrainer(ExperienceOperatorV1):
 
     async def prepare(self) -> None:
         """Join the run. A run that is not there is no error yet: it is looked for again with every batch."""
-        if not self._settings.enabled:
+        if self._feeds or self._recorder is not None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aux_trainer")
+        if not self._feeds:
             return
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="aux_trainer")
         try:
             self._feeder = await self._in_thread(Feeder, self._settings, _ray_namespace())
             await self._in_thread(self._feeder.connect)
@@ -67,12 +75,12 @@ class AuxTrainer(ExperienceOperatorV1):
         Returns the experiences to go on with, and metrics under `aux_trainer/`. When something fails and
         `on_error` is `pass`, all experiences go on as they came.
         """
-        if self._feeder is None:
-            return exps, {
-                "aux_trainer/enabled": int(self._settings.enabled),
-                "aux_trainer/errors_total": self._num_errors,
-            }
         begin = time.monotonic()
+        # Before scores correct any reward: a recording holds what came.
+        recorded = {} if self._recorder is None else await self._in_thread(self._recorder.add, exps)
+        if self._feeder is None:
+            metrics = {"enabled": int(self._feeds), "errors_total": self._num_errors, **recorded}
+            return exps, {f"aux_trainer/{key}": value for key, value in metrics.items()}
         try:
             exchange = await self._in_thread(self._exchange, self._feeder, exps)
             outcome = self._policy.apply(exps, exchange)
@@ -92,16 +100,19 @@ class AuxTrainer(ExperienceOperatorV1):
             "errors_total": self._num_errors,
             "log_errors_total": self._num_log_errors,
             "process_ms": (time.monotonic() - begin) * 1e3,
+            **recorded,
         }
         return kept, {f"aux_trainer/{key}": value for key, value in metrics.items()}
 
     async def close(self) -> None:
         """Leave the run, bounded in time."""
-        if self._feeder is None or self._thread is None:
+        if self._thread is None:
             return
-        await self._in_thread(self._feeder.close)
+        for part in (self._feeder, self._recorder):
+            if part is not None:
+                await self._in_thread(part.close)
         self._thread.shutdown(wait=False)
-        self._feeder = None
+        self._feeder = self._recorder = self._thread = None
 
     def _exchange(self, feeder: Feeder, exps: list[Experience]) -> Exchange:
         self._num_batches += 1

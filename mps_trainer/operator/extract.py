@@ -57,14 +57,14 @@ class Extractor:
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._columns = tuple(columns)
-        self._batch_columns = [c for c in columns if c.source in _BATCH_SOURCES]
-        self._readers = [(c, _reader(c.source)) for c in columns if c.source not in _BATCH_SOURCES]
+        self._batch_columns = [c for c in columns if c.source in BATCH_SOURCES]
+        self._readers = [(c, _reader(c.source)) for c in columns if c.source not in BATCH_SOURCES]
 
     def __call__(self, experiences: Sequence[ExperienceLike]) -> Extracted:
         """Extract a batch. An experience that lacks a required column is left out and counted, never an error."""
         out = Extracted(rows={}, fed=[])
         values: dict[str, list[Any]] = {column.name: [] for column in self._columns}
-        batch_values = {c.name: _BATCH_SOURCES[c.source](experiences) for c in self._batch_columns}
+        batch_values = {c.name: BATCH_SOURCES[c.source](experiences) for c in self._batch_columns}
         for position, experience in enumerate(experiences):
             row = self._row(experience, position, batch_values, out)
             if row is not None:
@@ -109,7 +109,7 @@ def _reader(source: str) -> Callable[[ExperienceLike], Any]:
         raise ConfigError(
             f"a column has source {source!r}",
             "use a field of the experience, info.<key>, metrics.<key>, prompt_tokens, response_tokens, "
-            + ", ".join(_BATCH_SOURCES),
+            + ", ".join(BATCH_SOURCES),
         )
     return lambda experience: getattr(experience, source)
 
@@ -229,7 +229,7 @@ def _group_mean(experiences: Sequence[ExperienceLike]) -> list[float | None]:
     ]
 
 
-_BATCH_SOURCES: dict[str, Callable[[Sequence[ExperienceLike]], list[float | None]]] = {
+BATCH_SOURCES: dict[str, Callable[[Sequence[ExperienceLike]], list[float | None]]] = {
     "batch.reward_mean": _batch_mean,
     "group.reward_mean": _group_mean,
 }

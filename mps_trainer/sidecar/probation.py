@@ -100,7 +100,7 @@ def try_task(settings: Settings, device: str, tell: Callable[[str], None]) -> Tr
     trainer = Trainer(task, settings.batch_size, settings.seed, device)
     report = TaskTrial(trainer, columns, settings, tell, _STEPPING_SHARE * settings.probation_timeout).run()
     if not on_gpu:
-        report.peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - base, 0)
+        report.peak = max(_status_bytes("VmHWM") - base, 0)
     return report
 
 
@@ -141,15 +141,20 @@ def _take_device(device: torch.device, pool: int | None) -> None:
 
 def _limit_memory(pool: int | None) -> None:
     """Let an allocation of too much fail instead of the machine."""
-    now = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     most = available_memory() if pool is None else pool + _CPU_SLACK
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = int(now.split()[1]) * 1024 + most
+    wanted = _status_bytes("VmData") + most
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _status_bytes(key: str) -> int:
+    # Not getrusage: its peak is inherited over fork and exec, so that of a large parent would be taken for ours.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
 
 
 def explain(error: BaseException) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from mps_trainer.run import STATE_DIR_VARIABLE, RunPaths, RunRecord, State, Stat
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("up", "run", "down", "status", "plan", "doctor", "report")
+COMMANDS = ("up", "run", "down", "status", "plan", "doctor", "report", "new-task", "check-task", "record")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -50,12 +50,13 @@ print(f"\\n{code} {heavy} {peak}")
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["plan", "CONFIG"], ["doctor"], ["status"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["plan", "CONFIG"], ["doctor"], ["status"], ["new-task", "my_task"]]
+)
 def test_the_command_line_is_lean(arguments: list[str], config: Path, environment: dict[str, str]) -> None:
     arguments = [str(config) if item == "CONFIG" else item for item in arguments]
-    answer = subprocess.run(
-        [sys.executable, "-c", _LOADED, *arguments], env=environment, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", _LOADED, *arguments]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=config.parent)
     code, heavy, peak_kib = answer.stdout.splitlines()[-1].split(" ")
     assert (code, heavy) == ("0", "[]"), answer.stdout + answer.stderr
     assert int(peak_kib) < 120 * 1024
