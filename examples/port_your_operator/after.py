@@ -14,11 +14,11 @@ from mps_trainer import AuxiliaryTask, Column
 class OutlierRewardFilter(AuxiliaryTask):
     learning_rate = 1e-2
 
-    def __init__(self, input_dim=16):
+    def __init__(self, input_dim=8):
         self.input_dim = input_dim
 
     def build_model(self):
-        return nn.Sequential(nn.Linear(self.input_dim, 64), nn.ReLU(), nn.Linear(64, 1))
+        return nn.Sequential(nn.Linear(self.input_dim, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def loss(self, model, batch):
         return binary_cross_entropy_with_logits(model(batch["hidden_state"]).squeeze(-1), self.better(batch))

@@ -11,7 +11,7 @@ import numpy as np
 from mps_trainer.operator.recording import Recorder
 from mps_trainer.workbench import RecordedExperience, RecordedId
 
-BATCHES, SIZE, WIDTH = 20, 30, 16
+BATCHES, SIZE, WIDTH = 19, 40, 8
 
 
 def main(path: Path) -> None:
@@ -28,9 +28,9 @@ def experience(batch: int, i: int, direction: np.ndarray, rng: np.random.Generat
     flipped = bool(rng.random() < 0.05)
     reward = float((hidden_state @ direction > 0) != flipped)
     return RecordedExperience(
-        eid=RecordedId(batch, i // 6, i % 6, 0, f"{i:06x}"),
-        tokens=rng.integers(0, 100, 6),
-        prompt_length=4,
+        eid=RecordedId(batch, i // 8, i % 8, 0, f"{i:x}"),
+        tokens=rng.integers(0, 100, 4),
+        prompt_length=2,
         reward=reward,
         info={"hidden_state": hidden_state, "flipped": int(flipped)},
     )

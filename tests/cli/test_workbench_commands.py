@@ -19,7 +19,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "examples/port_your_operator/experiences.jsonl"
 CLASSIFIER = ("preference_classifier", "--device", "cpu", "--batch-size", 64)
-ARGUMENTS = {"feature_dim": 16, "hidden_size": 16, "depth": 1}
+ARGUMENTS = {"feature_dim": 8, "hidden_size": 16, "depth": 1}
 
 
 def test_from_a_new_task_to_the_line_for_the_yaml(mps_trainer: Command, tmp_path: Path) -> None:
@@ -31,11 +31,11 @@ def test_from_a_new_task_to_the_line_for_the_yaml(mps_trainer: Command, tmp_path
     assert answer.returncode == 0, answer.stderr
     for line in (
         r"column +tokens: response_tokens, int32, up to 4096",
-        r"experiences +600 of 600 can be fed, from 20 batches",
+        r"experiences +760 of 760 can be fed, from 19 batches",
         r"worst batch +20 steps of up to 32, made up: median [\d.]+ ms",
-        r"step +median [\d.]+ ms, p95 [\d.]+ ms; 50 steps of 32, 3 times through the data",
+        r"step +median [\d.]+ ms, p95 [\d.]+ ms; 50 steps of 32, 2 times through the data",
         r"loss +0\.\d+ first, 0\.\d+ last",
-        r"auc +0\.\d+ untrained, 0\.\d+ trained, on 60 experiences held out",
+        r"auc +0\.\d+ untrained, 0\.\d+ trained, on 72 experiences held out",
         r"score +768 experiences in [\d.]+ ms",
         r"memory +\d+\.\d MiB at the most \(growth",
         r"  memory: 0\.25GiB",
@@ -66,14 +66,14 @@ def test_without_data_it_says_what_it_did_not_look_at(mps_trainer: Command) -> N
         ((*CLASSIFIER, "--task-args", "{"), "--task-args is no JSON", "feature_dim"),
         ((*CLASSIFIER, "--data", "no.jsonl"), "no such file: no.jsonl", "mps-trainer record"),
         (
-            (*CLASSIFIER, "--data", DATA, "--task-args", '{"feature": "hiden_state", "feature_dim": 16}'),
-            "reads info.hiden_state, which none of the 600 experiences has",
+            (*CLASSIFIER, "--data", DATA, "--task-args", '{"feature": "hiden_state", "feature_dim": 8}'),
+            "reads info.hiden_state, which none of the 760 experiences has",
             "did you mean 'info.hidden_state'?",
         ),
         (
             (*CLASSIFIER, "--data", DATA, "--task-args", '{"feature_dim": 17}'),
-            "none of 600 experiences can be used: column 'features' (info.hidden_state)",
-            "width 16",
+            "none of 760 experiences can be used: column 'features' (info.hidden_state)",
+            "width 8",
         ),
         (("tried_tasks:Nan", "--device", "cpu"), "task Nan, step 0: the loss is nan", "learning_rate"),
         (("tried_tasks:Good", "--device", "cuda:0"), "sees no CUDA device", "device: cpu"),

@@ -65,17 +65,19 @@ def test_after_learns_what_before_does(modules: dict[str, ModuleType], recording
         return found
 
     async def run(operator) -> list[int]:  # type: ignore[no-untyped-def]
-        return [len((await operator.process(batch))[0]) for batch in recording.batches]
+        # All but the tenth that `learn` holds out.
+        return [len((await operator.process(batch))[0]) for batch in recording.batches[:17]]
 
     torch.manual_seed(0)
     operator = modules["before"].OutlierRewardFilter()
     kept = asyncio.run(run(operator))
-    assert set(kept) == {28}, "the operator itself works: 2 of 30 dropped"
+    assert set(kept) == {38}, "the operator itself works: 2 of 40 dropped"
     # As many steps of as many experiences as the operator took.
-    learnt = learn(modules["after"].OutlierRewardFilter(), recording.batches, steps=80, batch_size=30)
+    learnt = learn(modules["after"].OutlierRewardFilter(), recording.batches, steps=68, batch_size=40)
+    assert learnt.held_out == 72
     before, after = auc(operator.model), auc(learnt.trainer.model)
     assert after > 0.9
-    assert after >= before - 0.01, (before, after)
+    assert after >= before - 0.005, (before, after)
 
 
 def test_the_recording_is_small_and_what_the_script_makes(modules: dict[str, ModuleType], tmp_path: Path) -> None:
