@@ -152,6 +152,12 @@ class Settings(_Section):
     run_host: str | None = Field(None, description="set by the launcher in the derived config; not by you")
 
     @model_validator(mode="after")
+    def _record_is_a_whole_path(self) -> Settings:
+        if self.record is not None and not Path(self.record).is_absolute():
+            raise ValueError(f"record is {self.record!r}; write an absolute path: Ray starts the operator elsewhere")
+        return self
+
+    @model_validator(mode="after")
     def _one_memory_wish(self) -> Settings:
         if self.memory is not None and self.memory_fraction is not None:
             raise ValueError("memory and memory_fraction are both set; keep one of them")

@@ -6,6 +6,7 @@ probation's trial (worst, ragged and small batches: time, memory) > columns agai
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import statistics
 import sys
@@ -90,7 +91,9 @@ def check_task(options: CheckOptions, tell: Tell = lambda _: None) -> CheckRepor
     """
     if options.data is not None and not options.data.is_file():
         raise ConfigError(f"no such file: {options.data}", "record one: mps-trainer record trinity.yaml --to FILE")
-    _leave_mps()
+    # What takes the process down leaves at least its stack.
+    faulthandler.enable()
+    leave_mps()
     _import_from_here()
     device = _device(options.device)
     try:
@@ -99,11 +102,16 @@ def check_task(options: CheckOptions, tell: Tell = lambda _: None) -> CheckRepor
         if isinstance(error, MpsTrainerError) and not isinstance(error, TaskError):
             raise
         found, todo = explain(error)
-        for log in ("probation.log", "sidecar.log"):
-            todo = todo.replace(f"the traceback is in {log}", "--debug before check-task shows the traceback")
-            todo = todo.replace(f"traceback in {log}", "traceback (--debug before check-task)")
-            todo = todo.replace(f"see {log} in the run folder", "--debug before check-task shows the traceback")
-        raise TaskError(found, todo) from error
+        raise TaskError(found, _for_a_person_at_a_terminal(todo)) from error
+
+
+def _for_a_person_at_a_terminal(todo: str) -> str:
+    """The sidecar's advice where there is no log and no `memory:` yet."""
+    for log in ("probation.log", "sidecar.log"):
+        todo = todo.replace(f"see {log} in the run folder", f"the traceback is in {log}")
+        todo = todo.replace(f"the traceback is in {log}", "`mps-trainer --debug check-task ...` shows the traceback")
+        todo = todo.replace(f"the traceback in {log}", "the traceback of `mps-trainer --debug check-task ...`")
+    return todo.replace("raise memory:, or lower", "lower")
 
 
 def _check(options: CheckOptions, device: str, tell: Tell) -> CheckReport:
@@ -118,7 +126,7 @@ def _check(options: CheckOptions, device: str, tell: Tell) -> CheckReport:
     trial = try_task(settings, device, tell)
     task = load_task(options.task, options.task_args)
     columns = wire_columns(task)
-    report = CheckReport(device, columns, trial, memory=_memory(trial.peak))
+    report = CheckReport(device, columns, trial, memory=memory_to_ask_for(trial.peak))
     report.warnings += trial.warnings
     trainer = Trainer(task, options.batch_size, settings.seed, device)
     if options.data is None:
@@ -177,7 +185,8 @@ def _time_scores(trainer: Trainer, batch: PackedBatch) -> float:
     return statistics.median(times[1:])
 
 
-def _memory(peak: int) -> int:
+def memory_to_ask_for(peak: int) -> int:
+    """Bytes for a task whose worst step takes `peak`: a quarter more, a multiple of 256 MiB and never less."""
     wanted = max(_SMALLEST_POOL, peak + peak // 4)
     return -(-wanted // _MEMORY_STEP) * _MEMORY_STEP
 
@@ -200,8 +209,11 @@ def _own(columns: tuple[Column, ...]) -> list[Column]:
     return [column for column in columns if column not in IDENTITY_COLUMNS]
 
 
-def _leave_mps() -> None:
-    # Before CUDA is initialised: what breaks here must not break what shares a GPU through a daemon.
+def leave_mps() -> None:
+    """Keep this process out of every daemon; only before CUDA is initialised.
+
+    What breaks here must not break what shares a GPU.
+    """
     env = without_mps(os.environ)
     for key in [key for key in os.environ if key not in env]:
         del os.environ[key]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
-import re
 import sys
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def new_task(name: str, folder: Path) -> tuple[Path, Path, str]:
     for path in (task, test):
         if path.exists():
             raise ConfigError(f"{path} exists", "choose another name or --folder; nothing was written")
-    if _is_taken(name, folder):
+    if _is_taken(name):
         raise ConfigError(f"{name!r} is a module of Python or of this environment already", "choose another name")
     title = "".join(part[:1].upper() + part[1:] for part in name.split("_")) or name
     if title == name or keyword.iskeyword(title):
@@ -116,9 +115,7 @@ def _wrapped(text: str, module: str, title: str) -> str:
     return text.replace("{module}", module).replace("{title}", title)
 
 
-def _is_taken(name: str, folder: Path) -> bool:
-    if name in sys.stdlib_module_names or re.fullmatch(r"_+", name):
+def _is_taken(name: str) -> bool:
+    if name in sys.stdlib_module_names or name.startswith("__") or not name.strip("_"):
         return True
-    found = importlib.util.find_spec(name)
-    # What lies in the folder itself (a package of that name) would be shadowed as well, and is found here too.
-    return found is not None
+    return importlib.util.find_spec(name) is not None

@@ -76,9 +76,14 @@ def test_without_data_it_says_what_it_did_not_look_at(mps_trainer: Command) -> N
             "width 8",
         ),
         (("tried_tasks:Nan", "--device", "cpu"), "task Nan, step 0: the loss is nan", "learning_rate"),
+        (
+            ("tried_tasks:WrongShape", "--device", "cpu"),
+            "task WrongShape, step 1: score raised",
+            "mps-trainer --debug check-task",
+        ),
         (("tried_tasks:Good", "--device", "cuda:0"), "sees no CUDA device", "device: cpu"),
     ],
-    ids=["task", "json", "file", "source", "width", "nan", "device"],
+    ids=["task", "json", "file", "source", "width", "nan", "shape", "device"],
 )
 def test_what_cannot_work_is_exit_2_with_what_to_do(
     mps_trainer: Command, environment: dict[str, str], arguments: tuple[object, ...], found: str, todo: str

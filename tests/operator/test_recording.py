@@ -14,7 +14,7 @@ import torch
 from trinity.common.experience import EID, Experience
 
 from mps_trainer.columns import IDENTITY_COLUMNS, Column
-from mps_trainer.errors import ExperienceError
+from mps_trainer.errors import ConfigError, ExperienceError
 from mps_trainer.operator import AuxTrainer
 from mps_trainer.operator.extract import Extractor
 from mps_trainer.operator.recording import RecordedId, Recorder, read_recording
@@ -146,6 +146,11 @@ def test_a_file_that_cannot_be_written_is_counted_and_loses_no_batch(tmp_path: P
     results = drive(aux, [batch, batch])
     assert [kept for kept, _ in results] == [batch, batch]
     assert results[1][1]["aux_trainer/record_errors_total"] == 2
+
+
+def test_a_relative_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match="write an absolute path"):
+        AuxTrainer(record="e.jsonl")
 
 
 def test_disabled_records_nothing(tmp_path: Path) -> None:

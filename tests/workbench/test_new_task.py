@@ -40,7 +40,9 @@ def test_nothing_is_overwritten(tmp_path: Path, existing: str) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {existing: "precious"}
 
 
-@pytest.mark.parametrize("name", ["1st", "a-b", "a.b", "../up", "", "class", "json", "torch", "mps_trainer", "_"])
+@pytest.mark.parametrize(
+    "name", ["1st", "a-b", "a.b", "../up", "", "class", "json", "torch", "mps_trainer", "_", "__main__"]
+)
 def test_a_name_that_no_module_can_have_or_another_has_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError):
         new_task(name, tmp_path)
