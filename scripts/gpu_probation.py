@@ -14,7 +14,7 @@ import argparse
 import contextlib
 import json
 import os
-import selectors
+import select
 import sys
 import tempfile
 import threading
@@ -62,12 +62,11 @@ def put_on_probation(folder: Path, task: str) -> tuple[Refusal | None, dict[str,
     )  # fmt: skip
     record.save(run_dir / "run.json")
     started = time.monotonic()
-    with selectors.DefaultSelector() as selector:
 
-        def wait(timeout_s: float, descriptor: int = -1) -> bool:
-            return descriptor in [key.fd for key, _ in selector.select(min(timeout_s, 0.1))]
+    def sleep(timeout_s: float, descriptor: int = -1) -> bool:
+        return bool(select.select([descriptor] if descriptor >= 0 else [], [], [], min(timeout_s, 0.1))[0])
 
-        refusal = hold_probation(record, run_dir / "run.json", Reporter(None), selector, wait, lambda: "")
+    refusal = hold_probation(record, run_dir / "run.json", Reporter(None), sleep, lambda: "")
     report = json.loads((run_dir / "probation.json").read_text()) if (run_dir / "probation.json").exists() else {}
     return refusal, report.get("passed", {}), time.monotonic() - started
 

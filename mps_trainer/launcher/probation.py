@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -108,7 +108,7 @@ class Probation:
     """One probation.
 
     Args:
-        wait: waits that many seconds at most, and says whether the descriptor, if one is given, is readable.
+        sleep: sleeps that many seconds at most, and says whether the descriptor, if one is given, is readable.
         is_asked: whether the run shall end.
     """
 
@@ -117,7 +117,7 @@ class Probation:
         record: RunRecord,
         run_file: Path,
         place: Place,
-        wait: Callable[..., bool],
+        sleep: Callable[..., bool],
         is_asked: Callable[[], object],
         command: Sequence[str] = COMMAND,
     ) -> None:
@@ -125,7 +125,7 @@ class Probation:
         self.last = "starting"
         self.answer: dict[str, Any] = {}
         self._record = record
-        self._wait = wait
+        self._sleep = sleep
         self._is_asked = is_asked
         self._is_substitute = place.gpu is None and record.device != "cpu"
         self._limit_s = float(record.settings["probation_timeout"])
@@ -144,23 +144,21 @@ class Probation:
         finally:
             os.close(writing)
 
-    def see_through(self, selector: selectors.BaseSelector) -> Refusal | None:
+    def see_through(self) -> Refusal | None:
         """Until it has ended, at most for its time; why the run must not go on, if so."""
         deadline = time.monotonic() + self._limit_s
-        selector.register(self.reading, selectors.EVENT_READ)
         try:
             while not (ended := self._has_ended()) and not self._is_asked() and time.monotonic() < deadline:
-                self._listen(_LOOK_S, selector)
+                self._listen(_LOOK_S)
             if not ended and not self._is_asked():
-                self._ask_for_its_stack(selector)
+                self._ask_for_its_stack()
             # With everything that the task has started; outside of MPS no kill harms anybody.
             os.killpg(self.child.pid, signal.SIGKILL)
             code = self.child.wait()
-            while self._open and self._has_words():
+            # What it said last may lie in the pipe still.
+            while self._open and select.select([self.reading], [], [], 0)[0]:
                 self._open = self._read()
         finally:
-            if self.reading in selector.get_map():
-                selector.unregister(self.reading)
             os.close(self.reading)
         return None if self._is_asked() else self._judge(code, ended)
 
@@ -168,25 +166,18 @@ class Probation:
         # It stays a zombie, so that its PID and its process group are surely still its own.
         return os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def _listen(self, timeout_s: float, selector: selectors.BaseSelector) -> None:
+    def _listen(self, timeout_s: float) -> None:
         if not self._open:
-            self._wait(timeout_s)
-        elif self._wait(timeout_s, self.reading):
+            self._sleep(timeout_s)
+        elif self._sleep(timeout_s, self.reading):
             self._open = self._read()
-            if not self._open:
-                selector.unregister(self.reading)
 
-    def _ask_for_its_stack(self, selector: selectors.BaseSelector) -> None:
+    def _ask_for_its_stack(self) -> None:
         """It writes where it is to its log, and ends."""
         os.kill(self.child.pid, signal.SIGUSR1)
         end = time.monotonic() + _STACK_S
         while not self._has_ended() and (left := end - time.monotonic()) > 0:
-            self._listen(left, selector)
-
-    def _has_words(self) -> bool:
-        with selectors.DefaultSelector() as one:
-            one.register(self.reading, selectors.EVENT_READ)
-            return bool(one.select(0))
+            self._listen(left)
 
     def _read(self) -> bool:
         chunk = os.read(self.reading, 65536)
@@ -234,8 +225,7 @@ def hold_probation(
     record: RunRecord,
     run_file: Path,
     reporter: Reporter,
-    selector: selectors.BaseSelector,
-    wait: Callable[..., bool],
+    sleep: Callable[..., bool],
     asked: Callable[[], str],
 ) -> Refusal | None:
     """Hold it if this run wants it; None when the sidecar may start. `asked`: why the run shall end, or ""."""
@@ -246,9 +236,9 @@ def hold_probation(
         task, limit_s = record.settings["task"], record.settings["probation_timeout"]
         reporter.progress(f"probation of {task} {place.why}, outside MPS, at most {limit_s:g} s")
         log.info("probation of %s %s", task, place.why)
-        probation = Probation(record, run_file, place, wait, asked)
-        refusal = probation.see_through(selector)
-        _wait_until_gone(place, probation.child.pid, wait)
+        probation = Probation(record, run_file, place, sleep, asked)
+        refusal = probation.see_through()
+        _wait_until_gone(place, probation.child.pid, sleep)
     except PlacementError as error:
         return Refusal(error.message, error.todo, exit_codes.BAD_CONFIG)
     if asked():
@@ -276,7 +266,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     return [found, *(f"probation warns: {warning}" for warning in report["warnings"])]
 
 
-def _wait_until_gone(place: Place, pid: int, wait: Callable[..., bool]) -> None:
+def _wait_until_gone(place: Place, pid: int, sleep: Callable[..., bool]) -> None:
     """Until NVML no longer shows the process on its GPU. Its memory may be freed a moment after its end."""
     if place.gpu is None:
         return
@@ -287,4 +277,4 @@ def _wait_until_gone(place: Place, pid: int, wait: Callable[..., bool]) -> None:
                 f"the process of probation ({pid}) has ended, and NVML still shows it on {place.gpu.uuid}",
                 "see `nvidia-smi` and `dmesg`; a GPU in this state may need a reset",
             )
-        wait(0.1)
+        sleep(0.1)

@@ -34,7 +34,7 @@ from mps_trainer.launcher.reports import Reporter
 from mps_trainer.launcher.restarts import RestartBudget
 from mps_trainer.launcher.run_locks import hold_run_locks
 from mps_trainer.launcher.sidecar_process import SIDECAR_COMMAND, SidecarProcess
-from mps_trainer.launcher.wakeup import wakeup_pipe
+from mps_trainer.launcher.wakeup import sleeper, wakeup_pipe
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, Status, exit_codes, is_held
 
 log = logging.getLogger("mps_trainer.supervisor")
@@ -73,8 +73,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise to the end of the run; the exit code of the process."""
-        hosted = (self._reporter, self._selector, self._wait, lambda: self._asked_to_end)
-        if refusal := hold_probation(self._record, self._run_file, *hosted):
+        sleep = sleeper(self._selector, self._wait)
+        if refusal := hold_probation(self._record, self._run_file, self._reporter, sleep, lambda: self._asked_to_end):
             return self._fail(*refusal) if refusal.error else exit_codes.OK
         if self._share is not None and not self._share.is_placed and self._wait_for_engine(self._share):
             return 0

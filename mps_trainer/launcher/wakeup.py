@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
+from collections.abc import Callable
 
 
 def wakeup_pipe() -> tuple[int, int]:
@@ -19,3 +21,18 @@ def wakeup_pipe() -> tuple[int, int]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return reading, writing
+
+
+def sleeper(selector: selectors.BaseSelector, wait: Callable[[float, int], bool]) -> Callable[..., bool]:
+    """`sleep(timeout_s, descriptor=-1)`: `wait`, with the descriptor in its selector for that time."""
+
+    def sleep(timeout_s: float, descriptor: int = -1) -> bool:
+        if descriptor < 0:
+            return wait(timeout_s, descriptor)
+        selector.register(descriptor, selectors.EVENT_READ)
+        try:
+            return wait(timeout_s, descriptor)
+        finally:
+            selector.unregister(descriptor)
+
+    return sleep
