@@ -15,7 +15,7 @@ from mps_trainer.config import Settings
 from mps_trainer.errors import PlacementError, TaskError
 from mps_trainer.run import RunRecord
 from mps_trainer.sidecar.checkpoint import Checkpoint, load_newest, save_checkpoint
-from mps_trainer.sidecar.gpu.ring_memory import RingMemory
+from mps_trainer.sidecar.gpu.ring_memory import RingMemory, ring_for
 from mps_trainer.sidecar.gpu.shared import SharedGpu
 from mps_trainer.sidecar.gpu.staging import staging_for
 from mps_trainer.sidecar.journal import Journal
@@ -90,7 +90,7 @@ def build_learning(record: RunRecord, settings: Settings, shared: SharedGpu | No
     columns = wire_columns(task)
     check_replay_memory(columns, settings, record.device)
     device = torch.device(shared.device if shared else record.device)
-    ring = RingMemory(device) if device.type == "cuda" else None
+    ring = ring_for(device)
     trainer = Trainer(task, settings.batch_size, settings.seed, str(device), ring.batch if ring else None)
     # Before the reservation: what the driver takes on the device for a registered mapping is then not taken later.
     staging = staging_for(ring, columns, settings.batch_size) if ring else None

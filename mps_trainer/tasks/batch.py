@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mps_trainer.columns import Array, PackedBatch
+from mps_trainer.columns import Array, PackedBatch, PackedColumn
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,20 @@ class TaskBatch:
         """
         copy = copy or (lambda array: _to(array, device))
         tensors: dict[str, Tensor | Ragged] = {}
-        texts: dict[str, list[str]] = {}
         for name, column in packed.columns.items():
             if column.offsets is None:
                 tensors[name] = copy(column.values)
-            elif column.is_text:
-                texts[name] = [column.text(i) for i in range(packed.num_rows)]
-            else:
+            elif not column.is_text:
                 tensors[name] = Ragged(copy(column.values), copy(column.offsets).long())
+        # Last, because the copies may be under way by themselves meanwhile.
+        texts = {name: _texts(column) for name, column in packed.columns.items() if column.is_text}
         return cls(tensors, texts, packed.num_rows)
+
+
+def _texts(column: PackedColumn) -> list[str]:
+    assert column.offsets is not None
+    raw, ends = column.values.tobytes(), column.offsets.tolist()
+    return [raw[begin:end].decode("utf-8", "replace") for begin, end in pairwise(ends)]
 
 
 def _to(array: Array, device: torch.device | str) -> Tensor:

@@ -72,6 +72,11 @@ class RealCuda:
         self._event.synchronize()
 
 
+def ring_for(device: torch.device) -> RingMemory | None:
+    """What a sidecar on `device` needs; None on the CPU."""
+    return RingMemory(device) if device.type == "cuda" else None
+
+
 class RingMemory:
     """The registered mappings of one process, and copies out of them.
 
@@ -86,6 +91,9 @@ class RingMemory:
         self._refused: set[int] = set()
         self._has_warned = False
         self.registered: bool | None = None
+        # The views of a lease are read-only, and nothing here writes to them. For good, since a filter costs more time
+        # than the start of a copy.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
 
     def attach(self, segment: Segment) -> None:
         """Register a ring's mapping; it is unregistered before it is unmapped. For the hub's `on_attach`."""
@@ -140,10 +148,7 @@ class RingMemory:
 
     def to_device(self, array: Array) -> Tensor:
         """Copy one column, same shape and dtype: out of a registered mapping only started, out of other memory done."""
-        with warnings.catch_warnings():
-            # The views of a lease are read-only, and nothing here writes to them.
-            warnings.simplefilter("ignore", UserWarning)
-            source = torch.from_numpy(array)
+        source = torch.from_numpy(array)
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         return target.copy_(source, non_blocking=self._is_registered(array))
 

@@ -54,7 +54,7 @@ def staging_for(ring: RingMemory, columns: Sequence[Column], num_rows: int) -> S
     if num_bytes > MAX_BYTES:
         log.info("a batch takes up to %d MiB: too much to page-lock", num_bytes // 2**20)
         return None
-    # Shared, although with nobody: after a fork the writes to a private mapping go to pages that the driver does not know.
+    # Shared, although with nobody: after a fork, writes to a private mapping go to pages that the driver does not know.
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
     address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
     return StagingBuffer(ring, memory) if ring.register(address, num_bytes) else None
