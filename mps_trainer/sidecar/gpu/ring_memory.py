@@ -54,8 +54,10 @@ class RealCuda:
 
     def register(self, address: int, num_bytes: int) -> int:
         """See `Cuda`."""
-        # The driver's call needs the device's context to be the current one.
+        # The driver's call needs the device's context, and that to be the current one; a model without parameters has
+        # made none yet.
         with torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)
             return register_host(address, num_bytes)
 
     def unregister(self, address: int) -> int:
@@ -150,7 +152,7 @@ class RingMemory:
         """Copy one column, same shape and dtype: out of a registered mapping only started, out of other memory done."""
         source = torch.from_numpy(array)
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        return target.copy_(source, non_blocking=self._is_registered(array))
+        return target.copy_(source, non_blocking=self._is_registered(source.data_ptr(), array.nbytes))
 
     def wait(self) -> None:
         """Wait for the copies of every `batch` so far, and for nothing that was queued later."""
@@ -161,6 +163,5 @@ class RingMemory:
         for address in list(self._registered):
             self.forget(address)
 
-    def _is_registered(self, array: Array) -> bool:
-        begin = int(array.__array_interface__["data"][0])
-        return any(at <= begin and begin + array.nbytes <= at + size for at, size in self._registered.items())
+    def _is_registered(self, begin: int, num_bytes: int) -> bool:
+        return any(at <= begin and begin + num_bytes <= at + size for at, size in self._registered.items())
