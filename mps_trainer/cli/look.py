@@ -45,6 +45,12 @@ def status(
         for view in views:
             if view.status and view.status.error:
                 show.line(f"run {view.record.run_id}: {view.status.error}", style="yellow")
+            if view.status and view.status.ring_registered is False:
+                show.line(
+                    f"run {view.record.run_id}: ring_registered is False, so batches reach the GPU slowly; sidecar.log "
+                    "says what to raise",
+                    style="yellow",
+                )
 
 
 def _print_status(found: Status) -> None:

@@ -40,6 +40,8 @@ class Status:
         restarts: how often the supervisor started a new sidecar.
         experiences: received from operators; `trained` counts draws from the replay buffer.
         loss, first_loss, auc, first_auc: None before there is one.
+        ring_registered: whether the driver has page-locked the feed rings, so that batches reach the GPU by DMA;
+            None on the CPU and before the first operator.
         error: the message of a FAILED sidecar, with what to do.
     """
 
@@ -61,6 +63,7 @@ class Status:
     first_auc: float | None = None
     replay_size: int = 0
     memory_bytes: int = 0
+    ring_registered: bool | None = None
     error: str = ""
     updated: float = field(default_factory=time.time)
 
@@ -104,6 +107,7 @@ class Status:
             kind = kinds.get(name)
             # A float without a fraction is a whole number to other writers of JSON; a bool is an int to Python only.
             number = isinstance(value, int) and kind in (float, float | None)
-            if (kind is not None and not number and not isinstance(value, kind)) or isinstance(value, bool):
+            wrong_bool = isinstance(value, bool) and kind != bool | None
+            if (kind is not None and not number and not isinstance(value, kind)) or wrong_bool:
                 raise TypeError(f"{name} is {value!r}")
         return cls(**values)

@@ -12,7 +12,7 @@
 Scores come first and are given by the model as it is, which has not seen these experiences: that makes them an
 honest test too. The loop ends for a signal, for the supervisor's death and when no operator lives (`ending.py`);
 it looks after every record and every step. A slot is released only when its record is in the journal: one whose
-journaling failed stays in the ring for the successor.
+journaling failed stays in the ring for the successor. On a GPU the release waits for the copy of the record to end.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Sidecar:
         self._ending = ending
         self._metrics = MetricsLog(self._run_dir)
         self._report = BatchReport(self._metrics, self._learner)
-        self._hub = SidecarHub(record.run_id, learning.columns)
+        self._ring = learning.ring
+        on_attach = self._ring.attach if self._ring is not None else None
+        self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._trainer.step
         self._status_saved = 0.0
@@ -91,6 +93,8 @@ class Sidecar:
         self._journal.close()
         self._metrics.close()
         self._hub.close(unlink=unlink)
+        if self._ring is not None:
+            self._ring.close()
 
     def _tell_of_resuming(self) -> None:
         self._status.resumed_from = self._learning.resumed_from
@@ -130,9 +134,13 @@ class Sidecar:
     def _receive(self) -> Delivery | None:
         while True:
             try:
-                return self._hub.receive()
-            except CorruptRecordError as error:  # noqa: PERF203  # rare, and the loop ends with the first good one
+                delivery = self._hub.receive()
+            except CorruptRecordError as error:
                 _log.warning("skipped a record: %s", error)
+                continue
+            if delivery is not None and self._ring is not None:
+                delivery.hold_until(self._ring.wait)
+            return delivery
 
     def _take(self, delivery: Delivery) -> None:
         if delivery.header.want_scores:
@@ -245,6 +253,7 @@ class Sidecar:
         self._status.version = self._trainer.step
         self._status.replay_size = len(self._learner.replay)
         self._status.memory_bytes = _resident_bytes()
+        self._status.ring_registered = self._ring.registered if self._ring is not None else None
         self._status.save(self._run_dir)
         self._status_saved = time.monotonic()
 

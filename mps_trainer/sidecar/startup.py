@@ -15,7 +15,9 @@ from mps_trainer.config import Settings
 from mps_trainer.errors import PlacementError, TaskError
 from mps_trainer.run import RunRecord
 from mps_trainer.sidecar.checkpoint import Checkpoint, load_newest, save_checkpoint
+from mps_trainer.sidecar.gpu.ring_memory import RingMemory, ring_for
 from mps_trainer.sidecar.gpu.shared import SharedGpu
+from mps_trainer.sidecar.gpu.staging import staging_for
 from mps_trainer.sidecar.journal import Journal
 from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.replay import ReplayBuffer
@@ -33,6 +35,7 @@ class Learning:
 
     Attributes:
         resumed_from: the step of the checkpoint that it started from; None when there was none.
+        ring: how records get from the ring to the GPU; None on the CPU.
     """
 
     learner: Learner
@@ -41,6 +44,7 @@ class Learning:
     checkpoint_folder: Path
     keep_checkpoints: int
     resumed_from: int | None = None
+    ring: RingMemory | None = None
 
     def save(self) -> None:
         """Take a checkpoint, between two steps, and delete the part of the journal that it makes superfluous."""
@@ -85,7 +89,11 @@ def build_learning(record: RunRecord, settings: Settings, shared: SharedGpu | No
     task = load_task(settings.task, settings.task_args)
     columns = wire_columns(task)
     check_replay_memory(columns, settings, record.device)
-    trainer = Trainer(task, settings.batch_size, settings.seed, str(shared.device) if shared else record.device)
+    device = torch.device(shared.device if shared else record.device)
+    ring = ring_for(device)
+    trainer = Trainer(task, settings.batch_size, settings.seed, str(device), ring.batch if ring else None)
+    # Before the reservation: what the driver takes on the device for a registered mapping is then not taken later.
+    staging = staging_for(ring, columns, settings.batch_size) if ring else None
     begin = time.monotonic()
     worst = worst_case_batch(columns, settings.batch_size)
     if shared is not None:
@@ -93,7 +101,8 @@ def build_learning(record: RunRecord, settings: Settings, shared: SharedGpu | No
     else:
         trainer.dry_step(worst)
     _log.info("worst-case step of %d experiences in %.0f ms", settings.batch_size, (time.monotonic() - begin) * 1e3)
-    learner = Learner(trainer, ReplayBuffer(columns, settings.replay_capacity, settings.seed), settings)
+    replay = ReplayBuffer(columns, settings.replay_capacity, settings.seed)
+    learner = Learner(trainer, replay, settings, staging.start if staging else None)
     run_dir = Path(record.run_dir)
     found = load_newest(run_dir / "checkpoints", trainer)
     position = (0, 0)
@@ -112,6 +121,7 @@ def build_learning(record: RunRecord, settings: Settings, shared: SharedGpu | No
         checkpoint_folder=run_dir / "checkpoints",
         keep_checkpoints=settings.keep_checkpoints,
         resumed_from=found.state["step"] if found is not None else None,
+        ring=ring,
     )
 
 

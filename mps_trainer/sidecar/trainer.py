@@ -7,7 +7,7 @@ and the ids of the experiences, and is never taken for a fault of the sidecar.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,12 +32,21 @@ class Trainer:
         batch_size: the most experiences in one pass through the model; more are split, never a larger allocation.
         seed: torch's seed, set just before the model is built.
         device: where the model lives.
+        to_batch: how a packed batch gets there; None for a plain copy.
     """
 
-    def __init__(self, task: AuxiliaryTask, batch_size: int, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        task: AuxiliaryTask,
+        batch_size: int,
+        seed: int,
+        device: str = "cpu",
+        to_batch: Callable[[PackedBatch], TaskBatch] | None = None,
+    ) -> None:
         self.task = task
         self.device = torch.device(device)
         self.batch_size = batch_size
+        self._to_batch = to_batch or (lambda packed: TaskBatch.from_packed(packed, self.device))
         self.step = 0
         torch.manual_seed(seed)
         with self._users_code("build_model"):
@@ -49,7 +58,7 @@ class Trainer:
         """One step on at most `batch_size` experiences; the loss. TaskError when it is not finite."""
         self.model.train()
         with self._users_code("loss", packed):
-            batch = TaskBatch.from_packed(packed, self.device)
+            batch = self._to_batch(packed)
             loss = self.task.loss(self.model, batch)
             _check_tensor("loss", loss, ())
         # Reading the number waits for the device: never more than one step is in flight.
@@ -69,7 +78,7 @@ class Trainer:
         scores = np.empty(packed.num_rows, np.float32)
         for start, part in _parts(packed, self.batch_size):
             with self._asking(), self._users_code("score", part):
-                found = self.task.score(self.model, TaskBatch.from_packed(part, self.device))
+                found = self.task.score(self.model, self._to_batch(part))
                 scores[start : start + part.num_rows] = _to_numpy("score", found, part.num_rows)
         if not np.isfinite(scores).all():
             bad = np.flatnonzero(~np.isfinite(scores))
@@ -85,7 +94,7 @@ class Trainer:
         predicted, came_true = [], []
         for _, part in _parts(packed, self.batch_size):
             with self._asking(), self._users_code("predictions", part):
-                pair = self.task.predictions(self.model, TaskBatch.from_packed(part, self.device))
+                pair = self.task.predictions(self.model, self._to_batch(part))
                 if pair is None:
                     return None
                 predicted.append(_to_numpy("predictions", pair[0], part.num_rows))

@@ -17,6 +17,7 @@ import contextlib
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -66,6 +67,7 @@ class Delivery:
         self._batch: PackedBatch | None = batch
         self._claimed_ns = time.monotonic_ns()
         self._released = False
+        self._readers: list[Callable[[], None]] = []
 
     @property
     def batch(self) -> PackedBatch:
@@ -91,6 +93,13 @@ class Delivery:
                 f"reply of {values.dtype}{list(values.shape)} to {self.header.num_rows} rows", "reply one float32 a row"
             )
         return self._lessor.reply(self.header, values, model_version, time.monotonic_ns() - self._claimed_ns)
+
+    def hold_until(self, done: Callable[[], None]) -> None:
+        """Let every way of release call `done` first: it returns when a device reads the slot no more.
+
+        When it raises, the slot is not given back: a successor gets the record again.
+        """
+        self._readers.append(done)
 
     def release(self) -> None:
         """Acknowledge the record and give its slot back. Idempotent.
@@ -118,6 +127,9 @@ class Delivery:
     def _release(self) -> bool:
         if self._released:
             return True
+        while self._readers:
+            self._readers[-1]()
+            self._readers.pop()
         self._released = True
         payload, self._payload, self._batch = self._payload, None, None
         if payload is not None:

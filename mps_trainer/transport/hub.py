@@ -12,7 +12,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -54,8 +54,18 @@ class Producer:
 class SidecarHub:
     """Attaches to every channel of a run, now and later. One process per run can do so at a time."""
 
-    def __init__(self, run_id: str, columns: Sequence[Column], *, attach_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        columns: Sequence[Column],
+        *,
+        attach_timeout_s: float = 5.0,
+        on_attach: Callable[[Segment], None] | None = None,
+    ) -> None:
         """Open the doorbell and attach to the channels that are there.
+
+        `on_attach` gets the mapped segment of each channel, before its first record is lent; what it sets up there it
+        takes down in a call that it leaves with `Segment.before_unmap`.
 
         A channel whose columns or version differ is refused, not fatal: its operator's next `send` raises,
         `refused` says why.
@@ -65,6 +75,7 @@ class SidecarHub:
         self._schema = schema.describe(columns)
         self._codec = Codec(columns)
         self._channels: dict[str, AttachedChannel] = {}
+        self._on_attach = on_attach
         self.refused: dict[str, str] = {}
         self._refused_inodes: dict[str, int] = {}
         self._bell = Doorbell(run_id)
@@ -249,6 +260,8 @@ class SidecarHub:
             self._refuse(name, inode, difference)
             return
         self._channels[name] = channel
+        if self._on_attach is not None:
+            self._on_attach(channel.segment)
 
     def _refuse(self, name: str, inode: int, reason: str) -> None:
         self.refused[name], self._refused_inodes[name] = reason, inode

@@ -19,6 +19,7 @@ import mmap
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,7 @@ class Segment:
         self._map = mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.memory = memoryview(self._map)
         self.readonly = self.memory.toreadonly()
+        self._before_unmap: list[Callable[[], None]] = []
         self.address = int(np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0])
 
     @classmethod
@@ -153,8 +155,15 @@ class Segment:
         """Remove the segment and its semaphores if nobody else uses them; True when they are gone afterwards."""
         return remove(self.name, self.header.run_id, self.header.index, self.locks)
 
+    def before_unmap(self, call: Callable[[], None]) -> None:
+        """Let `close` make this call once, while the mapping and this side's locks are still there."""
+        self._before_unmap.append(call)
+
     def close(self) -> None:
         """Drop the locks and, when no view is left, the mapping. Idempotent; the segment itself stays."""
+        # Before the locks too: without our life lock a successor may lend the slots that a device still reads.
+        while self._before_unmap:
+            self._before_unmap.pop()()
         self.locks.close()
         with contextlib.suppress(BufferError):
             # With a view alive the mapping must stay: unmapped memory under an array is a crash.
