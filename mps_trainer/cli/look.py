@@ -45,6 +45,8 @@ def status(
         for view in views:
             if view.status and view.status.error:
                 show.line(f"run {view.record.run_id}: {view.status.error}", style="yellow")
+            if view.status and view.status.state is State.WAITING:
+                show.line(f"run {view.record.run_id}: waiting for the first rollout engine, imports done")
 
 
 def _print_status(found: Status) -> None:

@@ -5,13 +5,15 @@ The GPU is recorded (fake_nvml), the control binary and the engine are stand-ins
 
 import json
 import os
+import re
 import sys
+import time
 
 import pytest
 from mps_helpers import FAKE_CONTROL, HERE, wait_for
 from test_vllm_plugin import start_engine
 
-from mps_trainer.errors import MpsTrainerError
+from mps_trainer.errors import MpsTrainerError, RunError
 from mps_trainer.launcher.gpu import Gpu, GpuReading
 from mps_trainer.launcher.machine import Machine
 from mps_trainer.launcher.process import ProcessIdentity
@@ -20,6 +22,7 @@ from mps_trainer.launcher.up import prepare, start_run
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.lease import take_gpu
+from mps_trainer.run import State
 
 FAKE_SIDECAR = HERE.parent / "launcher" / "fake_sidecar.py"
 GIB = 2**30
@@ -89,11 +92,14 @@ def test_fake_engine_joins_a_run_on_a_recorded_gpu_and_nothing_is_left(start):
 
 def test_fake_engine_summons_the_sidecar_to_its_recorded_gpu(start):
     run = start("auto", 2)
-    assert not (run.run_dir / "fake.log").exists()
-    assert run.sidecar_pid == 0
+    assert run.status().state is State.WAITING
+    assert "told to go on" not in (run.run_dir / "fake.log").read_text()
+    assert not (mps_folder(run.record.run_id).path / "placement.json").exists()
     found = join(run, UUIDS[1])
     assert found["env"]
-    assert (run.run_dir / "fake.log").exists()
+    assert "told to go on" in (run.run_dir / "fake.log").read_text()
+    assert re.search(r"summoned by pid \d+: READY after \d\.\d s", supervisor_log(run))
+    assert run.status().pid == run.sidecar_pid
     placement = json.loads((mps_folder(run.record.run_id).path / "placement.json").read_text())
     assert placement["gpu_uuid"] == UUIDS[1]
     assert join(run, UUIDS[0])["used"] == 0.95
@@ -103,12 +109,22 @@ def test_fake_engine_summons_the_sidecar_to_its_recorded_gpu(start):
 
 def test_run_that_waits_for_an_engine_can_be_ended(start):
     run = start("auto", 2)
+    begin = time.monotonic()
     run.stop()
+    assert time.monotonic() - begin < 2
+    assert run.status().state is State.STOPPED
     nothing_is_left(run.record.run_id)
 
 
+def test_task_that_cannot_be_made_is_told_at_up_before_there_is_an_engine(start):
+    with pytest.raises(RunError, match="the task does not import") as caught:
+        start("auto", 2, "task-error")
+    assert caught.value.todo == "install it"
+    assert list(mps_folder("x").path.parent.glob("*")) == []
+
+
 def test_fake_engine_starts_alone_when_the_task_has_failed_and_the_daemon_is_gone_with_the_run(start):
-    run = start("auto", 2, "task-error")
+    run = start("auto", 2, "task-error-when-placed")
     found = join(run, UUIDS[0])
     assert found["used"] == 0.95
     assert found["env"] == {}
