@@ -198,9 +198,11 @@ class GpuShare:
         return ended
 
     def _place(self, gpu: GpuFacts) -> None:
-        self._lease = take_gpu(gpu.uuid, self._run_id)
         wish = EngineWish("engine", _HIGHEST_UTILIZATION)
-        self.plan = plan_memory(gpu.total, gpu.used, [wish], wish=self._memory)
+        plan = plan_memory(gpu.total, gpu.used, [wish], wish=self._memory)
+        # After what may refuse: an engine on another GPU may still summon the sidecar there.
+        self._lease = take_gpu(gpu.uuid, self._run_id)
+        self.plan = plan
         GpuPlacement(gpu_uuid=gpu.uuid, pool=self.plan.pool, limit=self.plan.limit).save(self._folder)
         self._gpu = gpu
 

@@ -82,10 +82,10 @@ def prepare(record: RunRecord, settings: Settings, phases: Phases) -> Prepared:
     torch.set_num_threads(settings.cpu_threads)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
-    # The first optimizer imports it, for a second or so: here, where no engine waits.
-    importlib.import_module("torch._dynamo")
-    phases.lap("imports")
     with untouched_gpu() if record.mps == "on" else nullcontext():
+        # The first optimizer imports it, for a second or so: here, where no engine waits.
+        importlib.import_module("torch._dynamo")
+        phases.lap("imports")
         task = load_task(settings.task, settings.task_args)
         columns = wire_columns(task)
     check_replay_memory(columns, settings, record.device)

@@ -32,7 +32,7 @@ data_processor:
 
 
 def starter(state, tmp_path, monkeypatch):
-    """`start(device, num_gpus, behaviour)`; a behaviour of None is the real sidecar, `more` are more args of ours."""
+    """`start(device, num_gpus, behaviour)`; None is the real sidecar, a list another command."""
     (state / "bin").mkdir()
     (state / "bin" / "nvidia-cuda-mps-control").symlink_to(FAKE_CONTROL)
     monkeypatch.setenv("PATH", f"{state / 'bin'}:{os.environ['PATH']}")
@@ -44,7 +44,7 @@ def starter(state, tmp_path, monkeypatch):
         machine = Machine(64 * GIB, 64 * GIB, 64 * GIB, 64 * GIB, GpuReading(gpus, "580.159.04"))
         path = tmp_path / "run.yaml"
         path.write_text(CONFIG.format(root=tmp_path / "ckpt", device=device, more=f", {more}" if more else ""))
-        command = [sys.executable, str(FAKE_SIDECAR), behaviour] if behaviour else []
+        command = [sys.executable, str(FAKE_SIDECAR), behaviour] if isinstance(behaviour, str) else behaviour or []
         return start_run(prepare(path, machine), sidecar_command=command, **kwargs)
 
     return start

@@ -4,6 +4,7 @@ The GPU is recorded (fake_nvml), the control binary and the engine are stand-ins
 test's name says real.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from mps_helpers import wait_for
+from mps_helpers import HERE, wait_for
 from mps_runs import UUIDS, join, nothing_is_left, supervisor_log
 
 from mps_trainer.errors import RunError
@@ -143,3 +144,32 @@ def test_real_sidecar_whose_task_cannot_be_made_is_told_at_up(start):
         start("auto", 2, None, more="task_args: {colour: red}")
     assert list_runs() == []
     assert list(mps_folder("x").path.parent.glob("*")) == []
+
+
+def test_real_sidecar_with_a_mocked_gpu_is_ready_soon_after_the_summons(start):
+    run = start("auto", 2, [sys.executable, str(HERE / "sidecar_on_cpu.py")])
+    assert join(run, UUIDS[1])["env"]
+    assert run.status().state is State.READY
+    found = json.loads((run.run_dir / "startup.json").read_text())
+    # What takes long is done before: the imports.
+    assert found["summons_to_ready_s"] < found["ready_s"] / 2
+    assert "summoned by pid" in supervisor_log(run)
+    run.stop()
+    assert run.status().state is State.STOPPED
+    nothing_is_left(run.record.run_id)
+
+
+def test_gpu_summons_script_with_a_mocked_gpu(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE / "mocked_gpu"), str(HERE / "fake_nvml"), *sys.path]))
+    monkeypatch.setenv("FAKE_NVML_GPUS", "1")
+    script = HERE.parents[1] / "scripts" / "gpu_summons.py"
+    done = subprocess.run(
+        [sys.executable, script, "--repeats", "1", "--out", tmp_path / "out.json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["as wanted"]
+    assert found["summary"]["left"] == []
+    assert [one["arm"] for one in found["rounds"]] == ["summons", "cuda:0"]
+    assert found["summary"]["summons to READY, s"]["n"] == 1
