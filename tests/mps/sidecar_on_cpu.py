@@ -18,10 +18,12 @@ class MockedGpu:
 
     def __init__(self, run_id: str, lap: Callable[[str], object]) -> None:
         GpuPlacement.load(mps_folder(run_id))
+        self._lap = lap
         lap("context")
 
     def secure(self, worst_step: Callable[[], None]) -> None:
         worst_step()
+        self._lap("dry step")
 
 
 startup.SharedGpu = MockedGpu  # type: ignore[assignment,misc]
