@@ -51,6 +51,8 @@ def status(
                     "says what to raise",
                     style="yellow",
                 )
+            if view.status and view.status.state is State.WAITING:
+                show.line(f"run {view.record.run_id}: waiting for the first rollout engine, imports done")
 
 
 def _print_status(found: Status) -> None:

@@ -18,6 +18,7 @@ from mps_trainer.launcher.run_trinity import TrinityOptions, run_trinity
 from mps_trainer.launcher.runs import RunView, end_runs, select_runs
 from mps_trainer.launcher.up import RunHandle, prepare, start_run
 from mps_trainer.launcher.verdict import EXIT_OK
+from mps_trainer.run import State
 
 ConfigArgument = Annotated[Path, typer.Argument(help="Your Trinity YAML.", metavar="CONFIG")]
 
@@ -51,7 +52,8 @@ def up(config: ConfigArgument) -> None:
     show.line()
     show.diff(run.derived.diff)
     show.line()
-    show.line(f"READY after {time.monotonic() - started:.1f} s: run {run.record.run_id}", style="bold green")
+    waits = ", waiting for its first rollout engine" if run.status().state is State.WAITING else ""
+    show.line(f"READY after {time.monotonic() - started:.1f} s: run {run.record.run_id}{waits}", style="bold green")
     _show_what_follows(config, run)
 
 

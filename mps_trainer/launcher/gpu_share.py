@@ -1,7 +1,8 @@
 """The supervisor's side of a shared GPU: the daemon, the plan for the GPU, the answers to engines, the proof.
 
     start ---- device known ------> place > sidecar starts > READY > engines on that GPU join
-          `--- device: auto ------> first rollout engine asks > place > sidecar starts > READY > that engine goes on
+          `--- device: auto ------> sidecar starts, gets warm, waits
+                                    > first rollout engine asks > place > sidecar goes on > READY > that engine goes on
 
 An engine's question is answered in a thread of the summons and waits there for the sidecar; the supervisor's loop asks
 `is_placed` and tells `sidecar_is_ready` or `sidecar_is_gone`.
@@ -72,6 +73,7 @@ class GpuShare:
         self._gone = ""
         self._faults_told = 0
         self._judged: set[int] = set()
+        self._summoned: tuple[int, float] | None = None
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
 
@@ -113,6 +115,10 @@ class GpuShare:
         with self._guard:
             self._sidecar_ready, self._gone = True, ""
             self._guard.notify_all()
+        if self._summoned is not None:
+            pid, when = self._summoned
+            log.info("summoned by pid %d: READY after %.1f s", pid, time.monotonic() - when)
+            self._summoned = None
 
     def sidecar_is_gone(self, why: str, *, for_good: bool) -> None:
         """The sidecar has ended. For good: engines that wait start alone. Otherwise they wait for its successor."""
@@ -176,6 +182,8 @@ class GpuShare:
 
         A daemon that is asked to quit ends with its last client; what is left then is swept by the next run.
         """
+        if not self._gone:
+            self.sidecar_is_gone("the run has ended", for_good=True)
         if self._summons is not None:
             self._summons.close()
             self._summons = None
@@ -190,9 +198,11 @@ class GpuShare:
         return ended
 
     def _place(self, gpu: GpuFacts) -> None:
-        self._lease = take_gpu(gpu.uuid, self._run_id)
         wish = EngineWish("engine", _HIGHEST_UTILIZATION)
-        self.plan = plan_memory(gpu.total, gpu.used, [wish], wish=self._memory)
+        plan = plan_memory(gpu.total, gpu.used, [wish], wish=self._memory)
+        # After what may refuse: an engine on another GPU may still summon the sidecar there.
+        self._lease = take_gpu(gpu.uuid, self._run_id)
+        self.plan = plan
         GpuPlacement(gpu_uuid=gpu.uuid, pool=self.plan.pool, limit=self.plan.limit).save(self._folder)
         self._gpu = gpu
 
@@ -220,11 +230,13 @@ class GpuShare:
         # Outside of Ray an engine has no actor, and whoever names the run by hand means it.
         if not request.gpus or (request.actor and _ROLLOUT not in request.actor):
             return False
+        asked = time.monotonic()
         around = self._look()
         gpu = next((gpu for gpu in around.nvml.gpus if gpu.uuid == request.gpus[0]), None)
         if gpu is None:
             raise PlacementError(f"NVML knows no GPU {request.gpus[0]}", "see `mps-trainer doctor`")
         require_possible(run_checks(around, gpu.uuid))
+        self._summoned = (request.pid, asked)
         self._place(gpu)
         self.wake()
         return True

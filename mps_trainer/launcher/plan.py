@@ -46,8 +46,10 @@ class Plan:
 
     def resolve(self, settings: Settings) -> Settings:
         """The settings with `auto` and shares replaced by what was decided."""
+        # "cuda" is no word of the user's: until an engine has said which GPU it is, auto stays auto.
+        device = "auto" if self.device == "cuda" else self.device
         return settings.model_copy(
-            update={"device": self.device, "mps": self.mps, "memory": self.memory, "memory_fraction": None}
+            update={"device": device, "mps": self.mps, "memory": self.memory, "memory_fraction": None}
         )
 
 

@@ -5,7 +5,8 @@ the supervisor, the operator (once in a while, for its metrics) and `mps-trainer
 
     STARTING -> READY -> DRAINING -> STOPPED       asked to end, everything saved
         |         |`--> RESTARTING -> STARTING     killed; the supervisor starts a new one
-        `---------+---> FAILED                     a task error, or too many restarts; the rollout goes on without
+        |---------+---> FAILED                     a task error, or too many restarts; the rollout goes on without
+        `--> WAITING -> STARTING                   imports done; the first rollout engine says on which GPU
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class State(str, Enum):
     """The sidecar's state; see the drawing above."""
 
     STARTING = "starting"
+    WAITING = "waiting"
     READY = "ready"
     DRAINING = "draining"
     STOPPED = "stopped"

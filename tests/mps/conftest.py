@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from mps_helpers import FAKE_CONTROL
+from mps_runs import starter
 
+from mps_trainer.launcher.runs import end_runs, list_runs
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 
@@ -25,3 +27,9 @@ def fake_daemon(state):
     yield daemon
     if daemon.find() is not None:
         daemon.quit()
+
+
+@pytest.fixture
+def start(state, tmp_path, monkeypatch):
+    yield starter(state, tmp_path, monkeypatch)
+    end_runs(list_runs(), timeout_s=20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import lru_cache
 
 from mps_trainer.errors import PlacementError
@@ -18,6 +19,16 @@ def _libcuda() -> ctypes.CDLL:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise PlacementError(f"the CUDA driver is not here: {error}", "install it, or use device: cpu") from None
+
+
+def has_started() -> bool:
+    """Whether something in this process has initialised the driver; what it found in the environment stays then."""
+    try:
+        # Never loads the driver: without it in the process nobody has started it.
+        library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return bool(library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == CUDA_SUCCESS)
 
 
 def allocate_raw(num_bytes: int) -> int | None:
