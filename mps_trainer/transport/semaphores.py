@@ -65,15 +65,23 @@ class WakeUp(_Semaphore):
         The caller owns the name: it holds the segment that the name belongs to. Raises TransportError.
         """
         self.name = name
+        self._is_open = False
         if create:
             remove_semaphore(name)
         else:
             _check_semaphore_file(name)
         self._sem = _open(name, posix_ipc.O_CREX if create else 0)
+        self._is_open = True
 
     def close(self) -> None:
-        """Unmap the semaphore; the name stays."""
-        self._sem.close()
+        """Unmap the semaphore; the name stays. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._sem.close()
+
+    def __del__(self) -> None:
+        # posix_ipc unmaps nothing by itself: a channel that failed half-way would hold the page until its process ends.
+        self.close()
 
 
 class Doorbell(_Semaphore):
