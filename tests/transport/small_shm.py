@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from pathlib import Path
 
 import pytest
 from channel_peers import Child
@@ -46,8 +47,7 @@ def _mount(options):
         uid, gid = os.geteuid(), os.getegid()
         call(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS))
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-                file.write(text)
+            Path(f"/proc/self/{name}").write_bytes(text.encode())
     call(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     call(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, options.encode()))
 

@@ -17,14 +17,20 @@ PACKAGE = str(Path(mps_trainer.transport.__file__).parent)
 PURE = ("arrow.py", "schema.py", "record.py", "names.py", "layout.py")
 
 
-class Stepper:
-    """Counts steps inside the transport; kills its own process when `stop_at` is reached."""
+def die():
+    """SIGKILL to oneself."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def __init__(self, stop_at=None, *, opcodes=False, repeats=2):
+
+class Stepper:
+    """Counts steps inside the transport; at step `stop_at` kills its own process, or does what `at_stop` says."""
+
+    def __init__(self, stop_at=None, *, opcodes=False, repeats=2, at_stop=die):
         self.count = 0
         self._passes = collections.Counter()
         self._repeats = repeats
         self._stop_at = stop_at
+        self._at_stop = at_stop
         self._event = "opcode" if opcodes else "line"
 
     def __enter__(self):
@@ -49,5 +55,5 @@ class Stepper:
                 return self._step
             self.count += 1
             if self.count == self._stop_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._at_stop()
         return self._step
