@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Kill the writer, the reader or both at every step of the protocol, or at random moments, thousands of times.
 
-    python scripts/kill_transport.py steps [--opcodes]      at every line (or bytecode) that runs in the transport
+    python scripts/kill_transport.py steps                  at every line that runs in the transport
+    python scripts/kill_transport.py steps --acting         before every bytecode that another process can tell apart
+    python scripts/kill_transport.py steps --opcodes        before every bytecode
     python scripts/kill_transport.py pairs                  with the other side stopped inside a step of its own
     python scripts/kill_transport.py random --trials 5000   at random moments of a running exchange
     python scripts/kill_transport.py pressure --trials 300  the same with a slow reader, for each back-pressure policy
 
-`steps --opcodes` takes most of an hour on one core; `--stride 4 --offset 0` to `3` share it among four processes.
+`steps --opcodes` takes about an hour on a quiet core; `--stride 4 --offset 0` to `3` share it among four processes.
 After each kill: nothing that was acknowledged or committed is lost, nothing torn is delivered, the peer notices within
 a second, a successor goes on, every slot is usable, and at the end nothing is left in /dev/shm. A violation ends the
 script with exit status 1. Short versions of both run in tests/transport.
@@ -25,6 +27,7 @@ from channel_peers import COLUMNS, SMALL, Child, assert_same, take
 from exchanges import EXCHANGES, pair_trial
 from pressure import POLICIES, pressure_trial
 from scenarios import TRIALS, check_usable_and_clean, rows_of, send
+from step_killer import ACTING, LINES, OPCODES
 
 from mps_trainer.transport import OperatorChannel, SidecarHub, leftovers, locks
 from mps_trainer.transport.semaphores import Doorbell
@@ -60,7 +63,7 @@ class Sweep:
 
 def steps(options):
     """Every scenario, every step, with and without the locks that only aarch64 needs."""
-    kind = "bytecodes" if options.opcodes else "lines"
+    kind = options.steps
     for order in options.order:
         locks.TOTAL_STORE_ORDER = ORDERS[order]
         for name, trial in {**TRIALS, **EXCHANGES}.items():
@@ -68,7 +71,7 @@ def steps(options):
                 continue
             sweep = Sweep(f"{name}, {order}")
             stop_at = 1 + options.offset
-            while trial(sweep.run_id, stop_at, [], opcodes=options.opcodes, repeats=options.repeats):
+            while trial(sweep.run_id, stop_at, [], steps=options.steps, repeats=options.repeats):
                 sweep.count(stop_at)
                 stop_at += options.stride
             sweep.end(f"{stop_at - 1} {kind}")
@@ -86,11 +89,11 @@ def pairs(options):
                     other = 1 + (37 * at + 97 * partner) % options.partner_steps
                     dies = ("writer", "reader", "both")[(at // options.stride + partner) % 3]
                     more, _ = pair_trial(
-                        sweep.run_id, at, other, dies, reader_first=reader_first, opcodes=options.opcodes, repeats=1
+                        sweep.run_id, at, other, dies, reader_first=reader_first, steps=options.steps, repeats=1
                     )
                     sweep.count(at)
                 at += options.stride
-            sweep.end(f"{at - 1} {'bytecodes' if options.opcodes else 'lines'} of the writer")
+            sweep.end(f"{at - 1} {options.steps} of the writer")
 
 
 def pressure(options):
@@ -210,16 +213,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     every = commands.add_parser("steps")
-    every.add_argument("--opcodes", action="store_true", help="every bytecode instead of every line")
     every.add_argument("--repeats", type=int, default=2, help="how often a line in a loop counts")
     every.add_argument("--only", action="append", choices=[*TRIALS, *EXCHANGES])
     every.set_defaults(run=steps)
     two = commands.add_parser("pairs")
-    two.add_argument("--opcodes", action="store_true", help="every bytecode instead of every line")
     two.add_argument("--partners", type=int, default=3, help="steps of the other side for each step of one")
     two.add_argument("--partner-steps", type=int, default=500, help="so many steps of the other side take part")
     two.set_defaults(run=pairs)
     for sweeping in (every, two):
+        sweeping.add_argument(
+            "--opcodes", dest="steps", action="store_const", const=OPCODES, help="every bytecode instead of every line"
+        )
+        sweeping.add_argument(
+            "--acting", dest="steps", action="store_const", const=ACTING, help="bytecodes that others can tell apart"
+        )
+        sweeping.set_defaults(steps=LINES)
         sweeping.add_argument("--stride", type=int, default=1)
         sweeping.add_argument("--offset", type=int, default=0)
         sweeping.add_argument("--order", action="append", choices=ORDERS)

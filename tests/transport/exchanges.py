@@ -41,7 +41,8 @@ def operator_act(run_id, stepper, report):
     with stepper:
         channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=5.0)
         for i in range(1, RECORDS + 1):
-            assert send(channel, i, want_scores=True).rows_sent == 2
+            while not send(channel, i, want_scores=True).rows_sent:
+                assert channel.counters.lock_timeouts
             report(f"sent {i}")
             assert channel.receive_scores(i, 5.0).values.tolist() == [i, i]
             report(f"scored {i}")
@@ -87,7 +88,11 @@ def sidecar_trial(run_id, stop_at, said, **steps):
                 channel._bell.wait(0.001)
             while not child.ended and len(committed) < RECORDS:
                 request_id = len(committed) + 1
-                assert send(channel, request_id, want_scores=True).rows_sent == 2
+                timeouts = channel.counters.lock_timeouts
+                if not send(channel, request_id, want_scores=True).rows_sent:
+                    # A sidecar that was preempted inside the mutex for longer than its limit; it takes longer in here.
+                    assert channel.counters.lock_timeouts > timeouts
+                    continue
                 committed.append(request_id)
                 scores = channel.receive_scores(request_id, 5.0)
                 if scores is not None:

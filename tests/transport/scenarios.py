@@ -10,7 +10,7 @@ import unittest.mock
 
 import numpy as np
 from channel_peers import COLUMNS, SMALL, Child, assert_same, make_rows
-from step_killer import Stepper
+from step_killer import LINES, Stepper
 
 from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, sweep
 
@@ -157,11 +157,11 @@ def both_check(run_id, said):
         check_usable_and_clean(run_id, hub)
 
 
-def run_until(act, run_id, stop_at, said, *, opcodes=False, repeats=1, meanwhile=None):
+def run_until(act, run_id, stop_at, said, *, steps=LINES, repeats=1, meanwhile=None):
     """Run `act` in a child until step `stop_at`, and `meanwhile(child)` here; True when it was killed there."""
 
     def body(report):
-        stepper = Stepper(stop_at, opcodes=opcodes, repeats=repeats)
+        stepper = Stepper(stop_at, steps=steps, repeats=repeats)
         act(run_id, stepper, report)
         report(f"steps {stepper.count}")
 
