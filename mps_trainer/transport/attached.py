@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import zlib
@@ -17,11 +18,14 @@ from mps_trainer.transport.codec import Bytes, Codec
 from mps_trainer.transport.counters import HubCounters, Mirror
 from mps_trainer.transport.delivery import Delivery
 from mps_trainer.transport.layout import LOCK_OPERATOR_LIFE, LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES
+from mps_trainer.transport.private import make_private
 from mps_trainer.transport.record import KIND_BATCH, SENT_NS_OFFSET, RecordHeader, unpack_record
 from mps_trainer.transport.replies import ReplyOutbox
-from mps_trainer.transport.ring import FREE, Released, RingReader, feed_ring
+from mps_trainer.transport.ring import FREE, READING, Released, RingReader, feed_ring
 from mps_trainer.transport.segment import Segment
 from mps_trainer.transport.semaphores import WakeUp
+
+log = logging.getLogger(__name__)
 
 #: A channel whose operator is stopped inside the mutex costs the mutex's time limit at each try: not tried for so long.
 STUCK_S = 0.25
@@ -134,7 +138,9 @@ class AttachedChannel:
         """See `Lessor.linger`."""
         with self._freeing:
             self.counters.lingering += 1
-            self._mirror.store()
+            if not self.closed:
+                # After that the words are a successor's.
+                self._mirror.store()
 
     def retire(self, slot: int) -> None:
         """See `Lessor.retire`."""
@@ -158,11 +164,23 @@ class AttachedChannel:
         """Detach, and remove the segment if asked to and nobody else uses it; True when it is gone."""
         self.closed = True
         self._status[0] = status
+        self._keep_what_is_lent()
         gone = remove and self.segment.remove()
         self.segment.close()
         self._space.close()
         self._reply_wake.close()
         return gone
+
+    def _keep_what_is_lent(self) -> None:
+        # While we still hold the life lock: a successor would lend these slots anew, and the operator then reuse them.
+        ring = self.reader.ring
+        back = {*self._to_free, *self._retired}
+        for slot, word in enumerate(ring.words.tolist()):
+            if word & 3 == READING and slot not in back:
+                try:
+                    make_private(self.segment.address + ring.offset(slot), ring.capacity + RECORD_HEADER_BYTES)
+                except OSError as error:
+                    log.warning("views of a record of %s may change from now on: %s", self.name, error)
 
     def _is_stuck(self) -> bool:
         # The truth of 0.0 first: this is on the way of every look, and a channel is hardly ever stuck.

@@ -6,14 +6,13 @@ then gone, no view is left and the slot goes back to the operator. When it is no
 views keep showing the same record, and `release` raises: somebody kept a view without copying. The slot goes
 back by itself when the last view dies. So a view can cost a slot and an error, but never shows another record.
 
-This holds as long as the hub is open. When it closes and leaves its channels to a successor, the successor lends all
-that was not released again, and the operator then reuses the slots: open deliveries raise from then on, but an array
-that was taken out of one before may come to show another record. Let go of all arrays before closing a hub.
+When the hub closes, a successor lends all that was not released again, and the operator then reuses the slots. Open
+deliveries raise from then on; arrays that were taken out of one before keep what they show, because the hub makes their
+pages private to this process at its close. The mapping lives until the last of them dies.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 import weakref
@@ -131,11 +130,8 @@ class Delivery:
             self._readers[-1]()
             self._readers.pop()
         self._released = True
-        payload, self._payload, self._batch = self._payload, None, None
-        if payload is not None:
-            with contextlib.suppress(BufferError):
-                payload.release()
-            del payload
+        # The memoryview is not released by force: `torch.frombuffer` keeps one without an export that would show.
+        self._payload = self._batch = None
         if self._base() is not None:
             gc.collect()
         base = self._base()

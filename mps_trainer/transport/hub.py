@@ -25,6 +25,7 @@ from mps_trainer.transport.counters import ChannelCounters, HubCounters, load_op
 from mps_trainer.transport.delivery import Delivery
 from mps_trainer.transport.segment import Segment, SideTakenError
 from mps_trainer.transport.semaphores import SLICE_S, Doorbell
+from mps_trainer.transport.shortage import ShortageError, Shortages
 from mps_trainer.transport.sweep import remove_run
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class SidecarHub:
         self._on_attach = on_attach
         self.refused: dict[str, str] = {}
         self._refused_inodes: dict[str, int] = {}
+        self.shortages = Shortages()
         self._bell = Doorbell(run_id)
         self._woken = False
         self._closed = False
@@ -154,9 +156,14 @@ class SidecarHub:
     def find_new(self) -> None:
         """Attach to channels that appeared since the last look; `wait` and `receive` do so by themselves."""
         self._next_look = time.monotonic() + SLICE_S
+        with self.shortages.watched():
+            self._look()
+
+    def _look(self) -> None:
         if self._bell.removed:
+            bell = Doorbell(self._run_id)
             self._bell.close()
-            self._bell = Doorbell(self._run_id)
+            self._bell = bell
             self._claim(SLICE_S)
             for channel in self._channels.values():
                 channel.set_bell(self._bell.inode)
@@ -204,7 +211,7 @@ class SidecarHub:
 
         With `unlink` the run is over: channels without a living operator are removed, drained or not, and the doorbell
         if nobody else has it. Without it everything stays for a successor, to which records that were not released are
-        delivered again. Open deliveries raise from now on; arrays taken out of them may change (see `delivery`).
+        delivered again. Open deliveries raise from now on; arrays taken out of them keep what they show.
         """
         if self._closed:
             return
@@ -250,6 +257,9 @@ class SidecarHub:
         except (CorruptRecordError, SideTakenError, StoppedOperatorError) as error:
             # Perhaps its maker has not finished, a sweep tries its locks, or its operator is stopped: we look again.
             log.debug("not attached to %s: %s", name, error)
+            return
+        except ShortageError as error:
+            self.shortages.note(error)
             return
         except TransportError as error:
             self._refuse(name, inode, str(error))
