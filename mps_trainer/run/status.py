@@ -4,6 +4,7 @@ Maker: the sidecar (and the supervisor, for RESTARTING and FAILED after a death)
 the supervisor, the operator (once in a while, for its metrics) and `mps-trainer report`.
 
     STARTING -> READY -> DRAINING -> STOPPED       asked to end, everything saved
+        |         |`--> PAUSED -> READY            somebody else computes on its GPU; `error` says who
         |         |`--> RESTARTING -> STARTING     killed; the supervisor starts a new one
         `---------+---> FAILED                     a task error, or too many restarts; the rollout goes on without
 """
@@ -25,6 +26,7 @@ class State(str, Enum):
 
     STARTING = "starting"
     READY = "ready"
+    PAUSED = "paused"
     DRAINING = "draining"
     STOPPED = "stopped"
     RESTARTING = "restarting"
@@ -40,7 +42,7 @@ class Status:
         restarts: how often the supervisor started a new sidecar.
         experiences: received from operators; `trained` counts draws from the replay buffer.
         loss, first_loss, auc, first_auc: None before there is one.
-        error: the message of a FAILED sidecar, with what to do.
+        error: the message of a FAILED sidecar, with what to do; why a PAUSED one waits.
     """
 
     run_id: str
@@ -89,6 +91,14 @@ class Status:
                 f"{path} is no status of a sidecar: {error}",
                 "see sidecar.log beside it; a live sidecar replaces the file within seconds, else start the run again",
             ) from None
+
+    @classmethod
+    def peek(cls, run_dir: Path) -> Status | None:
+        """As `load`, None instead of an error."""
+        try:
+            return cls.load(run_dir)
+        except RunError:
+            return None
 
     @classmethod
     def _from_json(cls, data: Any) -> Status:
