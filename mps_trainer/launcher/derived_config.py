@@ -71,9 +71,7 @@ def check_is_ours(path: Path) -> None:
         )
 
 
-def derive(
-    config: TrinityConfig, *, run_file: Path, one_gpu: bool, utilization: float | None = None
-) -> DerivedConfig:
+def derive(config: TrinityConfig, *, run_file: Path, one_gpu: bool, utilization: float | None = None) -> DerivedConfig:
     """Make the derived config of a run; ConfigError when the file has a shape that cannot be added to.
 
     Args:
@@ -162,8 +160,8 @@ def _wanted(
 def _cannot_add(config: TrinityConfig, reason: str) -> ConfigError:
     return ConfigError(
         f"cannot make the derived config of {config.path.name}: {reason}",
-        "write our operator's block (name and args), the top level and, with join: env, the engines' blocks out, without "
-        "anchors, aliases or inline braces",
+        "write our operator's block (name and args), the top level and, with join: env, the engines' blocks out, "
+        "without anchors, aliases or inline braces",
     )
 
 

@@ -4,9 +4,9 @@
     a stranger, mps: auto > the sidecar launches nothing > the stranger is gone > it goes on
     a stranger, mps: on   > the sidecar launches nothing > no engine measures memory > `refusal`, which ends the run
 
-Ray decides which GPU a process gets, so a worker of verl may land where the sidecar is. The two would take turns, at the
-expense of a trainer that planned with the whole GPU. With `join: env` no engine asks, so the daemon's list of clients
-says who joined, and processes are told apart by their titles.
+Ray decides which GPU a process gets, so a worker of verl may land where the sidecar is. The two would take turns, at
+the expense of a trainer that planned with the whole GPU. With `join: env` no engine asks, so the daemon's list of
+clients says who joined, and processes are told apart by their titles.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ class Neighbours:
             )
         why = f"{who} is of an engine that did not join the sidecar on GPU {self._gpu_uuid}"
         if self._join == "env":
-            todo = f"export CUDA_MPS_PIPE_DIRECTORY={self._daemon.folder.pipe_dir} in the shell of `ray start`, before it"
+            todo = (
+                f"export CUDA_MPS_PIPE_DIRECTORY={self._daemon.folder.pipe_dir} in the shell of `ray start`, before it"
+            )
             return Stranger(process, why, todo)
         plugins = variable(process.pid, PLUGINS_VARIABLE)
         if plugins is not None and "mps_trainer" not in plugins.split(","):
@@ -152,8 +154,8 @@ class Neighbours:
         return Stranger(
             process,
             why,
-            f"install mps-trainer where Ray's workers run, unset {PLUGINS_VARIABLE} or add mps_trainer to it, and start "
-            "the engine after the sidecar; or use join: env",
+            f"install mps-trainer where Ray's workers run, unset {PLUGINS_VARIABLE} or add mps_trainer to it, and "
+            "start the engine after the sidecar; or use join: env",
         )
 
     def _decide(self, engine_is_starting: bool) -> None:
@@ -165,7 +167,9 @@ class Neighbours:
             log.info("the sidecar goes on: nobody else is on its GPU")
         # An engine that is measuring memory must not see ours go.
         if first is not None and self._insist and not engine_is_starting:
-            self.refusal = PlacementError(f"mps: on is not possible any more: {first.why}", f"{first.todo}; or mps: auto")
+            self.refusal = PlacementError(
+                f"mps: on is not possible any more: {first.why}", f"{first.todo}; or mps: auto"
+            )
 
     def _tell_clients(self, sidecar_pid: int) -> None:
         """Say once of each client who it is: without the plugin this is all the proof that there is."""

@@ -1,4 +1,4 @@
-"""What a process is, by the titles of it and its ancestors: Ray and vLLM write them (ray::Actor.method, VLLM::Worker)."""
+"""What a process is, by its title and its ancestors': Ray and vLLM set them (ray::Actor.method, VLLM::Worker)."""
 
 from __future__ import annotations
 

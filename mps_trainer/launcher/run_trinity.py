@@ -102,9 +102,7 @@ def _run_with_sidecar(prepared: Prepared, options: TrinityOptions) -> Verdict:
 
 def _require_own_ray(prepared: Prepared, options: TrinityOptions) -> None:
     assert prepared.plan is not None
-    if prepared.plan.utilization is not None and (
-        options.ray == "existing" or prepared.config.ray_address != "auto"
-    ):
+    if prepared.plan.utilization is not None and (options.ray == "existing" or prepared.config.ray_address != "auto"):
         raise ConfigError(
             "join: env needs a Ray that starts after the run's MPS daemon, with its place in the environment",
             "use --ray private and no cluster.ray_address; or `mps-trainer up`, then the export that it prints, then "

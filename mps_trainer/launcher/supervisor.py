@@ -81,6 +81,8 @@ class Supervisor:
                 if self._asked_to_end:
                     return self._end(sidecar, "asked to end")
                 sidecar.stop(self._grace_s)
+                if self._share is not None and (refusal := self._share.refusal) is not None:
+                    return self._fail(refusal.message, refusal.todo, exit_codes.BAD_CONFIG)
                 code = exit_codes.CRASHED
             if self._share is not None:
                 problem += self._share.sidecar_has_ended(sidecar.pid)
@@ -147,6 +149,8 @@ class Supervisor:
                 code = sidecar.child.poll()
                 if code is not None:
                     return f"it ended with {describe_exit(code)}"
+                if self._share is not None and self._share.refusal is not None:
+                    return self._share.refusal.message
                 if self._asked_to_end and not (waiting and self._restarts.total):
                     return "asked to end"
                 if self._asked_to_end:
@@ -163,7 +167,7 @@ class Supervisor:
             self._restarts.note_ready()
             log.info("sidecar %d is ready", sidecar.pid)
             if self._share is not None:
-                self._share.sidecar_is_ready()
+                self._share.sidecar_is_ready(sidecar.pid)
             self._reporter.ready(sidecar.pid)
             if self._reporter.abandoned:
                 self._asked_to_end = self._asked_to_end or "the command that started the run was gone before READY"
@@ -175,7 +179,7 @@ class Supervisor:
         error, todo = self._reported_failure
         if error:
             return error, todo
-        status = self._saved_status()
+        status = Status.peek(Path(self._record.run_dir))
         if status is not None and status.state is State.FAILED and status.error:
             return status.error, ""
         return f"the sidecar could not go on: {problem}\n{sidecar.log_tail()}", f"see {sidecar.log}"
@@ -189,7 +193,7 @@ class Supervisor:
         return exit_codes.OK
 
     def _has_stopped(self) -> bool:
-        status = self._saved_status()
+        status = Status.peek(Path(self._record.run_dir))
         return status is not None and status.state is State.STOPPED
 
     def _fail(self, error: str, todo: str, code: int) -> int:
@@ -218,15 +222,11 @@ class Supervisor:
         return 0
 
     def _save_status(self, state: State, error: str) -> None:
-        status = self._saved_status() or Status(run_id=self._record.run_id, device=self._record.device)
+        status = Status.peek(Path(self._record.run_dir)) or Status(
+            run_id=self._record.run_id, device=self._record.device
+        )
         status = replace(status, state=state, pid=0, restarts=self._restarts.total, error=error)
         status.save(Path(self._record.run_dir))
-
-    def _saved_status(self) -> Status | None:
-        try:
-            return Status.load(Path(self._record.run_dir))
-        except RunError:
-            return None
 
     def _listen_for_signals(self) -> int:
         reading, writing = os.pipe()
@@ -254,7 +254,7 @@ class Supervisor:
         if self._record.owner_lock and not is_held(Path(self._record.owner_lock)):
             self._asked_to_end = self._asked_to_end or "the process that owns the run is gone"
         if self._share is not None:
-            self._share.prove_engines()
+            self._share.look_around()
         return descriptor in ready
 
     def _pause(self, seconds: float) -> bool:
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = RunRecord.load(options.run_file)
         locks = hold_run_locks(record, paths, options.lock_fd)
         if record.mps == "on":
-            share = GpuShare(record.run_id, record.device, record.settings.get("memory"))
+            share = GpuShare.of_run(record)
             reporter.progress("starting the MPS daemon of this run")
             share.start()
         supervisor = Supervisor(
