@@ -5,7 +5,7 @@
 
 Of each wheel (about 300 to 450 MB, into a temporary folder) only the Python files are unpacked; nothing is installed
 into this environment. In a process of its own the real `EngineArgs` loads the real entry point, which asks a real
-socket; then its `create_engine_config` is called as an engine calls it. No engine is built: the compiled parts are not there.
+socket; then its `create_engine_config` is called as an engine calls it. No engine is built (no compiled parts).
 Needs this package installed (the entry point), torch, transformers, and the network.
 """
 
@@ -27,10 +27,11 @@ from mps_trainer.mps.summons import EngineAnswer, SummonsServer
 from mps_trainer.run import STATE_DIR_VARIABLE, new_run_id, run_paths, try_hold
 
 # What vLLM imports on the way to EngineArgs and a Trinity environment without vLLM may lack.
-IMPORTS = (
-    "blake3 cachetools cbor2 cloudpickle diskcache einops gguf lark msgspec openai openai-harmony partial-json-parser "
-    "llguidance apache-tvm-ffi xgrammar lm-format-enforcer outlines_core interegular prometheus-client py-cpuinfo pybase64 python-json-logger pyzmq tiktoken uvloop"
-).split()
+IMPORTS = """
+annotated-doc apache-tvm-ffi blake3 cachetools cbor2 cloudpickle diskcache einops fastapi gguf interegular lark
+llguidance lm-format-enforcer msgspec openai openai-harmony outlines_core partial-json-parser prometheus-client
+py-cpuinfo pybase64 python-json-logger pyzmq starlette tiktoken uvloop xgrammar
+"""
 TAGS = ("manylinux_2_35_x86_64", "manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux1_x86_64")
 TINY_MODEL = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,
@@ -102,7 +103,7 @@ def check(version: str, folder: Path) -> dict[str, Any]:
             archive.extractall(source, [name for name in archive.namelist() if name.endswith((".py", ".json"))])
         wheel.unlink()
     if not imports.exists():
-        _pip("install", "--no-deps", "--target", str(imports), *IMPORTS)
+        _pip("install", "--no-deps", "--target", str(imports), *IMPORTS.split())
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(TINY_MODEL))
     return _run(version, folder, [source, imports])
@@ -116,7 +117,9 @@ def _run(version: str, folder: Path, paths: list[Path]) -> dict[str, Any]:
     # Only ours: Trinity has one too, and that one needs more of vLLM.
     env["VLLM_PLUGINS"] = "mps_trainer"
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *map(str, paths)])
-    code = f"import json, check_vllm_versions as c; print('FOUND' + json.dumps(c.child({str(folder / 'model')!r}, 0.9)))"
+    code = (
+        f"import json, check_vllm_versions as c; print('FOUND' + json.dumps(c.child({str(folder / 'model')!r}, 0.9)))"
+    )
     env["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
     with try_hold(run_paths(run_id).supervisor_lock) as _lock:
         server = SummonsServer(mps_folder(run_id).summons_socket, lambda _request: answer)

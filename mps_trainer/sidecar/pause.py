@@ -6,8 +6,6 @@ meanwhile, where the operator's policy holds, and the operator passes experience
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.run import RunRecord
 
@@ -16,17 +14,17 @@ class Pause:
     """Whether there is one, and why."""
 
     def __init__(self, record: RunRecord) -> None:
-        self._path: Path | None = mps_folder(record.run_id).pause_file if record.mps == "on" else None
+        self._path = mps_folder(record.run_id).pause_file
 
     @property
     def is_on(self) -> bool:
         """One look at a local file; cheap enough for every step."""
-        return self._path is not None and self._path.exists()
+        return self._path.exists()
 
     @property
     def reason(self) -> str:
         """A sentence for people; "" when the pause has ended."""
         try:
-            return self._path.read_text() if self._path is not None else ""
+            return self._path.read_text()
         except FileNotFoundError:
             return ""

@@ -1,50 +1,13 @@
 """The plugin in a process of its own, with a stand-in for vLLM and a real socket to a supervisor."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
-from mps_helpers import HERE, wait_for
+from mps_helpers import start_engine, wait_for
 
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.summons import EngineAnswer, SummonsServer
 from mps_trainer.run import run_paths, try_hold
 
 RUN = "abcd1234"
-ENGINE = """
-import json, os, sys
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.engine.async_llm import AsyncLLM
-wished = float(sys.argv[1])
-args = EngineArgs(wished)
-try:
-    engine = AsyncLLM.from_engine_args(args)
-    again = args.create_engine_config()
-    used = engine.vllm_config["gpu_memory_utilization"]
-except ValueError as error:
-    used, again = str(error), None
-child = os.popen(f"{sys.executable} -c 'from vllm.engine.arg_utils import EngineArgs as E; "
-                 f"print(E(0.9).create_engine_config())'").read()
-names = [n for n in os.environ if n.startswith("CUDA_MPS")]
-print(json.dumps({"used": used, "again": again, "env": {n: os.environ[n] for n in names}, "child": child,
-                  "ray": "ray" in sys.modules, "torch": "torch" in sys.modules}))
-"""
-
-
-def start_engine(wished=0.9, **env):
-    path = os.pathsep.join([str(HERE / "fake_vllm"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(wished)],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "GPU-a", "MPS_TRAINER_JOIN_TIMEOUT": "5", **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
 
 
 @pytest.fixture
