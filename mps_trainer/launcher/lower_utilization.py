@@ -55,6 +55,9 @@ def edit(text: str, tree: Any, place: Place, share: float) -> Edit:
         if not isinstance(part, int) and not node[part]:
             return yaml_edit.set_empty(text, node, part, rest)
         node = node[part]
+    if KEY not in node and isinstance(place[-1], int) and node:
+        # Nothing can stand before a list item's first key, which is behind its dash.
+        return yaml_edit.add_line_after(text, node, next(iter(node)), {KEY: value})
     if KEY not in node:
         return yaml_edit.add_to_map(text, node, {KEY: value})
     if node[KEY] is None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -75,15 +76,11 @@ def test_fake_daemon_engines_on_one_recorded_gpu_share_the_plan(share):  # noqa:
     first.tell("config", wished=0.4, utilization=0.4)
     wait_for(lambda: made.engines[0].utilization == 0.4)
     # From another process: one process is one engine.
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        answer = ask([H200.uuid]).answer
-        os.write(writing, str(answer.utilization).encode())
-        os._exit(0)
-    second = float(os.read(reading, 100))
-    os.waitpid(child, 0)
-    os.close(reading)
-    os.close(writing)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom mps_trainer.mps.summons import EngineRequest, EngineSession\n"
+        "print(EngineSession(Path(sys.argv[1]), EngineRequest((sys.argv[2],), 'rollout'), 10.0).answer.utilization)"
+    )
+    command = [sys.executable, "-c", code, mps_folder("abcd1234").summons_socket, H200.uuid]
+    second = float(subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout)
     assert second <= whole - 0.4 - ENGINE_EXTRA / H200.total
     assert second > whole - 0.4 - ENGINE_EXTRA / H200.total - 0.002
