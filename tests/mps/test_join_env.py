@@ -3,10 +3,12 @@
 import json
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from mps_helpers import UUIDS, VERL, VLLM, join, nothing_is_left, supervisor_log, wait_for
 
+from mps_trainer.cli.runs import _show_what_follows
 from mps_trainer.errors import ConfigError
 from mps_trainer.launcher.run_trinity import TrinityOptions, run_trinity
 from mps_trainer.mps.folder import mps_folder
@@ -34,7 +36,9 @@ def _replace(path, value):
     temporary.replace(path)
 
 
-def test_recorded_run_that_joins_by_environment_lowers_the_number_once_and_proves_by_pid(start, on_gpu, process):
+def test_recorded_run_that_joins_by_environment_lowers_the_number_once_and_proves_by_pid(
+    start, on_gpu, process, capsys
+):
     run = start("cuda:0", 1, join="env")
     text = run.derived.path.read_text()
     (line,) = [line for line in text.splitlines() if "gpu_memory_utilization" in line]
@@ -43,6 +47,11 @@ def test_recorded_run_that_joins_by_environment_lowers_the_number_once_and_prove
     assert line.endswith("   # most of it")
     assert "-    gpu_memory_utilization: 0.95   # most of it" in run.derived.diff
     assert run.ray_environment == {"CUDA_MPS_PIPE_DIRECTORY": str(mps_folder(run.record.run_id).pipe_dir)}
+    _show_what_follows(Path("run.yaml"), run)
+    said = capsys.readouterr().out
+    export = f"export CUDA_MPS_PIPE_DIRECTORY={mps_folder(run.record.run_id).pipe_dir}\n"
+    assert export in said
+    assert said.index(export) < said.index("ray start --head")
     # Never both: the plugin is installed, finds the run, and does nothing.
     assert not mps_folder(run.record.run_id).summons_socket.exists()
     found = join(run, UUIDS[0])
@@ -56,9 +65,11 @@ def test_recorded_run_that_joins_by_environment_lowers_the_number_once_and_prove
     nothing_is_left(run.record.run_id)
 
 
-def test_recorded_plugin_run_has_nothing_for_the_shell_of_ray(start):
+def test_recorded_plugin_run_has_nothing_for_the_shell_of_ray(start, capsys):
     run = start("cuda:0", 1)
     assert run.ray_environment == {}
+    _show_what_follows(Path("run.yaml"), run)
+    assert "export" not in capsys.readouterr().out.replace("export RAY_ADDRESS", "")
     assert "0.95   # most of it" in run.derived.path.read_text()
     assert "utilization" not in run.derived.diff
 
