@@ -13,8 +13,8 @@ import pytest
 
 from mps_trainer.errors import ConfigError, RunError
 from mps_trainer.launcher import ray_cluster
-from mps_trainer.launcher.process import spawn
 from mps_trainer.launcher.executables import find_executable
+from mps_trainer.launcher.process import spawn
 from mps_trainer.launcher.ray_cluster import _start_command, use_ray
 
 
