@@ -61,7 +61,10 @@ def _show_what_follows(config: Path, run: RunHandle) -> None:
     folder = Path(__file__).resolve().parents[2] / "scripts"
     stop = f"{folder / 'stop_mps.sh'}" if (folder / "stop_mps.sh").exists() else "mps-trainer down"
     show.line("Next:")
-    if not os.environ.get("RAY_ADDRESS"):
+    for name, value in run.ray_environment.items():
+        show.line(f"  export {name}={value}")
+        show.line("                                # join: env: in the shell of `ray start`, and before it")
+    if run.ray_environment or not os.environ.get("RAY_ADDRESS"):
         show.line("  ray start --head              # from this venv, unless a Ray of yours runs already;")
         show.line("                                # with more than one Ray, export RAY_ADDRESS=<host>:<port> too")
     show.line(f"  trinity run --config {_short(run.derived.path)}")

@@ -95,7 +95,10 @@ class Settings(_Section):
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda:\d+)$", description="auto, cuda:<n> or cpu")
     mps: MpsMode = Field("auto", description="share the rollout GPU through CUDA MPS")
-    join: Literal["plugin", "env"] = Field("plugin", description="how a vLLM engine becomes an MPS client")
+    join: Literal["plugin", "env"] = Field(
+        "plugin",
+        description="how a vLLM engine becomes an MPS client: it asks (plugin), or the shell of `ray start` says (env)",
+    )
     memory: Size | None = Field(
         None, description="the sidecar's memory reservation, such as 8GiB; on the CPU a wish, not a limit"
     )

@@ -67,7 +67,7 @@ class Supervisor:
         self._ready_timeout = float(record.settings["ready_timeout"])
         self._restarts = RestartBudget(int(record.settings["max_restarts"]))
         self._reported_failure = ("", "")
-        self._wakeups = Wakeups(record.owner_lock, share.prove_engines if share else lambda: None)
+        self._wakeups = Wakeups(record.owner_lock, share.look_around if share else lambda: None)
         if share is not None:
             share.wake = self._wakeups.wake
 
@@ -81,6 +81,8 @@ class Supervisor:
                 if self._wakeups.asked_to_end:
                     return self._end(sidecar, "asked to end")
                 sidecar.stop(self._grace_s)
+                if self._share is not None and (refusal := self._share.refusal) is not None:
+                    return self._fail(refusal.message, refusal.todo, exit_codes.BAD_CONFIG)
                 code = exit_codes.CRASHED
             sidecar.close()
             if self._share is not None:
@@ -127,6 +129,8 @@ class Supervisor:
                 code = sidecar.child.poll()
                 if code is not None:
                     return f"it ended with {describe_exit(code)}"
+                if self._share is not None and self._share.refusal is not None:
+                    return self._share.refusal.message
                 # It may come while the sidecar is still importing; then it finds the word when it gets there.
                 if self._share is not None and self._share.is_placed and sidecar.go():
                     begin = time.monotonic()
@@ -152,7 +156,7 @@ class Supervisor:
             self._restarts.note_ready()
             log.info("sidecar %d is ready", sidecar.pid)
             if self._share is not None:
-                self._share.sidecar_is_ready()
+                self._share.sidecar_is_ready(sidecar.pid)
         self._reporter.ready(sidecar.pid)
         if self._reporter.abandoned:
             self._wakeups.ask_to_end("the command that started the run was gone before READY")
@@ -161,7 +165,7 @@ class Supervisor:
         error, todo = self._reported_failure
         if error:
             return error, todo
-        status = self._saved_status()
+        status = Status.peek(Path(self._record.run_dir))
         if status is not None and status.state is State.FAILED and status.error:
             return status.error, ""
         return f"the sidecar could not go on: {problem}\n{sidecar.log_tail()}", f"see {sidecar.log}"
@@ -175,7 +179,7 @@ class Supervisor:
         return exit_codes.OK
 
     def _has_stopped(self) -> bool:
-        status = self._saved_status()
+        status = Status.peek(Path(self._record.run_dir))
         return status is not None and status.state is State.STOPPED
 
     def _fail(self, error: str, todo: str, code: int) -> int:
@@ -211,7 +215,9 @@ class Supervisor:
         return 0
 
     def _save_status(self, state: State, error: str) -> None:
-        status = self._saved_status() or Status(run_id=self._record.run_id, device=self._record.device)
+        status = Status.peek(Path(self._record.run_dir)) or Status(
+            run_id=self._record.run_id, device=self._record.device
+        )
         status = replace(status, state=state, pid=0, restarts=self._restarts.total, error=error)
         status.save(Path(self._record.run_dir))
 
@@ -242,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = RunRecord.load(options.run_file)
         locks = hold_run_locks(record, paths, options.lock_fd)
         if record.mps == "on":
-            share = GpuShare(record.run_id, record.device, record.settings.get("memory"))
+            share = GpuShare.of_run(record)
             reporter.progress("starting the MPS daemon of this run")
             share.start()
         supervisor = Supervisor(

@@ -4,6 +4,7 @@ Maker: the sidecar (and the supervisor, for RESTARTING and FAILED after a death)
 the supervisor, the operator (once in a while, for its metrics) and `mps-trainer report`.
 
     STARTING -> READY -> DRAINING -> STOPPED       asked to end, everything saved
+        |         |`--> PAUSED -> READY            somebody else computes on its GPU; `error` says who
         |         |`--> RESTARTING -> STARTING     killed; the supervisor starts a new one
         |---------+---> FAILED                     a task error, or too many restarts; the rollout goes on without
         `--> WAITING -> STARTING                   imports done; the first rollout engine says on which GPU
@@ -27,6 +28,7 @@ class State(str, Enum):
     STARTING = "starting"
     WAITING = "waiting"
     READY = "ready"
+    PAUSED = "paused"
     DRAINING = "draining"
     STOPPED = "stopped"
     RESTARTING = "restarting"
@@ -44,7 +46,7 @@ class Status:
         loss, first_loss, auc, first_auc: None before there is one.
         ring_registered: whether the driver has page-locked the feed rings, so that batches reach the GPU by DMA;
             None on the CPU and before the first operator.
-        error: the message of a FAILED sidecar, with what to do.
+        error: the message of a FAILED sidecar, with what to do; why a PAUSED one waits.
     """
 
     run_id: str
@@ -94,6 +96,14 @@ class Status:
                 f"{path} is no status of a sidecar: {error}",
                 "see sidecar.log beside it; a live sidecar replaces the file within seconds, else start the run again",
             ) from None
+
+    @classmethod
+    def peek(cls, run_dir: Path) -> Status | None:
+        """As `load`, None instead of an error."""
+        try:
+            return cls.load(run_dir)
+        except RunError:
+            return None
 
     @classmethod
     def _from_json(cls, data: Any) -> Status:

@@ -4,6 +4,7 @@
     produces     scores, status.json, metrics.jsonl, checkpoints, journal
     waits for    the doorbell; unblocked by an operator's send, a signal, its time limit
 
+    pause -> nothing is launched: records wait in the rings until the supervisor ends the pause
     READY -> catch up: journal records the checkpoint lacks, one by one
           -> loop: wait for the doorbell -> records, oldest first:
                  score and reply, if asked | evaluate | journal | replay buffer | release | steps | metrics | checkpoint
@@ -31,6 +32,7 @@ from mps_trainer.sidecar.batch_report import BatchReport
 from mps_trainer.sidecar.ending import Ending
 from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
+from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import Learning
 from mps_trainer.transport import Delivery, SidecarHub, decode_batch
@@ -57,6 +59,7 @@ class Sidecar:
         self._trainer = learning.learner.trainer
         self._status = status
         self._ending = ending
+        self._pause = Pause(record)
         self._metrics = MetricsLog(self._run_dir)
         self._report = BatchReport(self._metrics, self._learner)
         self._ring = learning.ring
@@ -76,16 +79,37 @@ class Sidecar:
         _log.info("ready: step %d, %d experiences", self._trainer.step, len(self._learner.replay))
         self._metrics.open_tensorboard()
         while not self._ending.check():
-            if self._behind:
-                self._catch_up(self._ending.is_asked)
+            if self._pause.is_on:
+                self._sit_out()
+            elif self._behind:
+                self._catch_up(self._must_stop)
             else:
                 self._hub.wait(_WAIT_S)
+                # What a pause has interrupted.
+                self._train_due(self._must_stop)
                 self._take_records(limit=64)
             self._look_around()
         _log.info("ending: %s", self._ending.reason)
         self._drain()
         self._set_state(State.STOPPED)
         self._hub.close(unlink=True)
+
+    def _must_stop(self) -> bool:
+        return self._ending.is_asked() or self._pause.is_on
+
+    def _sit_out(self) -> None:
+        """Until the pause or the run ends: launch nothing."""
+        self._trainer.synchronize()
+        self._status.error = self._pause.reason
+        self._set_state(State.PAUSED)
+        self._report.paused(self._status.error)
+        while self._pause.is_on and not self._ending.check():
+            # Not the doorbell: it rings for records that are not taken now.
+            time.sleep(_WAIT_S)
+            self._look_around()
+        self._status.error = ""
+        self._report.paused("")
+        self._set_state(State.READY)
 
     def close(self, *, unlink: bool = False) -> None:
         """Leave nothing in flight on the device and nothing open; without `unlink` channels stay for a successor."""
@@ -127,8 +151,8 @@ class Sidecar:
                 return
             self._take(delivery)
             delivery.release()
-            self._train_due(self._ending.is_asked)
-            if self._ending.is_asked():
+            self._train_due(self._must_stop)
+            if self._must_stop():
                 return
 
     def _receive(self) -> Delivery | None:
@@ -205,7 +229,7 @@ class Sidecar:
         deadline = time.monotonic() + _DRAIN_S
 
         def late() -> bool:
-            return time.monotonic() >= deadline
+            return time.monotonic() >= deadline or self._pause.is_on
 
         self._set_state(State.DRAINING)
         self._empty_rings(late)

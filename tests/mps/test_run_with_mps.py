@@ -8,8 +8,7 @@ import re
 import time
 
 import pytest
-from mps_helpers import wait_for
-from mps_runs import UUIDS, join, nothing_is_left, supervisor_log
+from mps_helpers import UUIDS, join, nothing_is_left, supervisor_log, wait_for
 
 from mps_trainer.errors import MpsTrainerError, RunError
 from mps_trainer.launcher.process import ProcessIdentity

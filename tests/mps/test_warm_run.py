@@ -13,8 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from mps_helpers import HERE, wait_for
-from mps_runs import UUIDS, join, nothing_is_left, supervisor_log
+from mps_helpers import HERE, UUIDS, join, nothing_is_left, supervisor_log, wait_for
 
 from mps_trainer.errors import RunError
 from mps_trainer.launcher.process import ProcessIdentity
