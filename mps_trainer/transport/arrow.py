@@ -82,6 +82,10 @@ class BatchLayout:
                 found.append((position, self._buffers_at + 2 * (buffer - 1) + 1, self._item_bytes[position]))
         return found
 
+    def items(self) -> list[tuple[Column, int]]:
+        """The columns, each with the bytes that one of its elements takes."""
+        return list(zip(self.columns, self._item_bytes, strict=True))
+
     def message(self, num_rows: int, totals: Sequence[int]) -> Message:
         """The metadata for `num_rows` rows whose column i has `totals[i]` elements (only read for ragged and text)."""
         nodes: list[int] = []

@@ -27,6 +27,8 @@ from mps_trainer.transport.replies import ReplyInbox, Scores, max_reply_rows
 from mps_trainer.transport.ring import RingWriter, feed_ring
 from mps_trainer.transport.segment import Segment, new_header
 from mps_trainer.transport.semaphores import Doorbell, WakeUp
+from mps_trainer.transport.small import SmallEncoder
+from mps_trainer.transport.standing import Standing
 from mps_trainer.transport.sweep import create_segment
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ class OperatorChannel:
         self._writer = RingWriter(feed_ring(segment))
         self._inbox = ReplyInbox(segment, self.counters, self.sidecar_alive)
         self._status = segment.words(layout.SIDECAR_WORDS, 4)
+        self._standing = Standing(segment, self._status)
+        self._generation = header.generation
         self._mirror = Mirror(segment, layout.OPERATOR_COUNTERS, self.counters)
         self._mapped: Bytes = np.frombuffer(segment.memory, np.uint8)
         self._max_rows = max_reply_rows(header.settings)
@@ -60,7 +64,8 @@ class OperatorChannel:
         self._request_in_slot = [0] * header.settings.num_slots
         self._sending = threading.Lock()
         self._closed = False
-        self._said_unlinked = False
+        # With a checksum every payload is read again: the general way, which has it as an array.
+        self._small = None if header.settings.checksum else SmallEncoder(codec.layout)
 
     @classmethod
     def create(
@@ -111,6 +116,11 @@ class OperatorChannel:
         Raises ExperienceError for rows that do not fit the columns, TransportError when one row is larger than a slot
         when the sidecar has refused this channel, or when the segment was removed before a sidecar came.
         """
+        small = None if self._small is None else self._small.encode(rows)
+        if small is not None and len(small[1]) <= self._writer.ring.capacity and small[0] <= self._max_rows:
+            with self._sending:
+                self._check_open()
+                return self._send_small(*small, request_id, want_scores)
         measured = self._codec.measure(rows)
         with self._sending:
             self._check_open()
@@ -176,24 +186,31 @@ class OperatorChannel:
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError(f"channel {self.name} is closed", "create a new channel")
-        self.segment.locks.check_open()
-        if self._status[0] == layout.STATUS_REFUSED:
-            raise TransportError(f"the sidecar refused {self.name}: {self._refusal()}", "start both from one config")
-        error = self.segment.unlinked_error()
-        if error is not None:
-            self._tell_unlinked(error)
+        self._standing.check()
 
-    def _tell_unlinked(self, error: TransportError) -> None:
-        if not self.segment.alive(LOCK_SIDECAR_LIFE):
-            raise error
-        if not self._said_unlinked:
-            # The sidecar that is attached keeps its mapping, so that records go on to arrive until it ends.
-            self._said_unlinked = True
-            log.warning("%s", error)
-
-    def _refusal(self) -> str:
-        raw = bytes(self.segment.memory[layout.REFUSAL : layout.REFUSAL + layout.REFUSAL_BYTES])
-        return raw.rstrip(b"\0").decode("utf-8", "replace")
+    def _send_small(self, num_rows: int, payload: bytes, request_id: int, want_scores: bool) -> SendResult:
+        """One record whose bytes are ready: what `_send_parts` does, without what only large batches need."""
+        if want_scores:
+            self._inbox.expect(request_id, 1, num_rows)
+        slot, evicted, nbytes = self._writer.known_free, 0, len(payload)
+        if slot is None:
+            slot, evicted = self._find_slot(self._writer.next_seq, time.monotonic() + self._block_timeout_s)
+        if want_scores:
+            self._inbox.collect()
+        sent = False
+        if slot is not None:
+            at = self._writer.ring.offset(slot) + RECORD_HEADER_BYTES
+            self.segment.memory[at : at + nbytes] = payload
+            sent = self._commit(slot, nbytes, (0, num_rows), (0, 1), request_id, want_scores, None)
+        if sent:
+            result = SendResult(1, 1, num_rows, 0, evicted, nbytes)
+        else:
+            result = SendResult(1, 0, 0, num_rows, evicted, 0)
+            if want_scores:
+                self._inbox.abandon(request_id)
+        self.counters.add(result, self._writer.ring.mutex.timeouts)
+        self._mirror.store()
+        return result
 
     def _send_parts(
         self, measured: Measured, ranges: Sequence[tuple[int, int]], request_id: int, want_scores: bool
@@ -267,28 +284,36 @@ class OperatorChannel:
         at = self._writer.ring.offset(slot)
         payload = self._mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + message.nbytes]
         self._codec.write(measured, start, stop, message, payload)
-        seq = self._writer.next_seq
+        crc = zlib.crc32(payload.data) if self.segment.header.settings.checksum else None
+        committed = self._commit(slot, message.nbytes, rows, part, request_id, want_scores, crc)
+        return message.nbytes if committed else 0
+
+    def _commit(
+        self,
+        slot: int,
+        nbytes: int,
+        rows: tuple[int, int],
+        part: tuple[int, int],
+        request_id: int,
+        want_scores: bool,
+        payload_crc: int | None,
+    ) -> bool:
+        """Write the header before the payload that is there, make the record READY and ring for it."""
+        writer, num_rows = self._writer, rows[1] - rows[0]
+        seq = writer.next_seq
+        at = writer.ring.offset(slot)
         header = RecordHeader(
-            kind=KIND_BATCH,
-            seq=seq,
-            payload_bytes=message.nbytes,
-            request_id=request_id,
-            part=part[0],
-            parts=part[1],
-            first_row=start,
-            num_rows=stop - start,
-            want_scores=want_scores,
-            payload_crc=zlib.crc32(payload.data) if self.segment.header.settings.checksum else None,
-            sent_ns=time.monotonic_ns(),
-        )
-        self.segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self.segment.header.generation)
-        self._rows_in_slot[slot] = stop - start
+            KIND_BATCH, seq, nbytes, request_id, part[0], part[1], rows[0], num_rows, want_scores, payload_crc, 0,
+            time.monotonic_ns(),
+        )  # fmt: skip
+        self.segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self._generation)
+        self._rows_in_slot[slot] = num_rows
         self._request_in_slot[slot] = request_id
-        if not self._writer.commit(slot, seq):
-            return 0
+        if not writer.commit(slot, seq):
+            return False
         self._space.consume()
         self._post_bell()
-        return message.nbytes
+        return True
 
     def _post_bell(self) -> None:
         inode = self._status[1]

@@ -99,19 +99,19 @@ class RingWriter:
         self.ring = ring
         # After a predecessor's records; a number that no ring can have reached is a corrupt word, and would overflow.
         self.next_seq = 1 + max((seq for word in ring.words.tolist() if (seq := word >> 2) < _MAX_SEQ), default=0)
-        self._known_free: int | None = None
+        self.known_free: int | None = None
 
     def reserve(self) -> int | None:
         """The lowest FREE slot, or None when there is none or the reader is stuck in the mutex."""
-        if self._known_free is not None:
-            return self._known_free
+        if self.known_free is not None:
+            return self.known_free
         if not self.ring.enter_order():
             return None
         try:
             self._find_free()
         finally:
             self.ring.leave_order()
-        return self._known_free
+        return self.known_free
 
     def commit(self, slot: int, seq: int) -> bool:
         """Make the slot READY; its header and payload are complete. False when the reader is stuck in the mutex."""
@@ -141,9 +141,9 @@ class RingWriter:
 
     def _find_free(self) -> None:
         try:
-            self._known_free = self.ring.words.tolist().index(FREE)
+            self.known_free = self.ring.words.tolist().index(FREE)
         except ValueError:
-            self._known_free = None
+            self.known_free = None
 
 
 class RingReader:

@@ -1,0 +1,120 @@
+"""Small batches, where Python's own steps cost more than the bytes: one pass over the rows, one `bytes.join`.
+
+    encode    the bytes that `Codec.measure` and `Codec.write` make, or None for whatever they must look at themselves:
+              too large, too many rows, not contiguous, or wrong (they then say what)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from mps_trainer.columns import Column, Rows
+from mps_trainer.transport.arrow import ALIGNMENT, BatchLayout
+
+#: Beyond, copying twice (joined, then into the slot) costs more than it saves.
+MAX_BYTES = 32 * 2**10
+#: Beyond, numpy walks over the rows faster than this does.
+MAX_ROWS = 16
+#: Shapes of batches whose metadata is kept; operators send few, or never the same one twice.
+MAX_KNOWN = 256
+
+_PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
+_OFFSETS = tuple(struct.Struct(f"<{n + 1}i") for n in range(MAX_ROWS + 1))
+
+
+class SmallEncoder:
+    """Encodes small batches of one list of columns. Thread-safe: what it keeps only ever saves work."""
+
+    def __init__(self, layout: BatchLayout) -> None:
+        self._layout = layout
+        self._plan = [_Plan(column, item_bytes) for column, item_bytes in layout.items()]
+        self._metadata: dict[tuple[int, ...], bytes] = {}
+
+    def encode(self, rows: Rows) -> tuple[int, bytes] | None:
+        """(number of rows, message), None when the batch is for `Codec`. Never raises on account of `rows`."""
+        pieces: list[Any] = [b""]
+        totals = []
+        num_rows, nbytes = -1, 0
+        for plan in self._plan:
+            data = rows.get(plan.name)
+            if data is None or (num_rows >= 0 and len(data) != num_rows):
+                return None
+            num_rows = len(data)
+            if not 0 < num_rows <= MAX_ROWS:
+                return None
+            lengths = plan.take(data, num_rows, pieces)
+            if lengths is None:
+                return None
+            total = sum(lengths)
+            totals.append(total)
+            nbytes += total * plan.item_bytes
+            if nbytes > MAX_BYTES:
+                return None
+            pieces.append(_PADDING[-total * plan.item_bytes % ALIGNMENT])
+        key = (num_rows, *totals)
+        metadata = self._metadata.get(key)
+        if metadata is None:
+            metadata = self._layout.message(num_rows, totals).words.tobytes()
+            if len(self._metadata) >= MAX_KNOWN:
+                self._metadata.clear()
+            self._metadata[key] = metadata
+        pieces[0] = metadata
+        try:
+            return num_rows, b"".join(pieces)
+        except (BufferError, ValueError):
+            # An array that is not contiguous.
+            return None
+
+
+class _Plan:
+    """How one column is taken."""
+
+    def __init__(self, column: Column, item_bytes: int) -> None:
+        self.name = column.name
+        self.item_bytes = item_bytes
+        self._kind = column.kind
+        self._dtype = np.dtype(np.uint8 if column.dtype == "text" else column.dtype)
+        self._maximum = column.maximum or 0
+        self._width = column.width if column.kind == "vector" else 1
+
+    def take(self, data: Any, num_rows: int, pieces: list[Any]) -> Sequence[int] | None:
+        """Append the buffers of all rows, offsets first; elements of each row (or of all), None when it cannot."""
+        if self._kind == "scalar" or (self._kind == "vector" and type(data) is np.ndarray):
+            expected = (num_rows,) if self._kind == "scalar" else (num_rows, self._width)
+            if type(data) is not np.ndarray or data.dtype != self._dtype or data.shape != expected:
+                return None
+            pieces.append(data)
+            return (num_rows * self._width,)
+        rows = self._texts(data) if self._kind == "text" else self._arrays(data)
+        if rows is None:
+            return None
+        lengths = [len(row) for row in rows]
+        if self._kind == "vector":
+            if lengths.count(self._width) != num_rows:
+                return None
+        else:
+            if max(lengths) > self._maximum:
+                return None
+            pieces.append(_OFFSETS[num_rows].pack(0, *accumulate(lengths)))
+            pieces.append(_PADDING[-4 * (num_rows + 1) % ALIGNMENT])
+        pieces += rows
+        return lengths
+
+    def _arrays(self, data: Any) -> list[Any] | None:
+        rows = list(data)
+        for row in rows:
+            if type(row) is not np.ndarray or row.dtype != self._dtype or row.ndim != 1:
+                return None
+        return rows
+
+    def _texts(self, data: Any) -> list[Any] | None:
+        texts = list(data)
+        for text in texts:
+            if type(text) is not str:
+                return None
+        return [text.encode("utf-8", "replace") for text in texts]
