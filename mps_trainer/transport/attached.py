@@ -94,6 +94,10 @@ class AttachedChannel:
         """Slots that are not free: ready, being read, or held by views."""
         return self.reader.ring.num_slots - self.reader.ring.count(FREE)
 
+    def has_ready(self) -> bool:
+        """Whether a record is ready, as a hint."""
+        return not (self.stuck_until and self._is_stuck()) and self.reader.peek() is not None
+
     def ready_since(self) -> int | None:
         """When the oldest ready record was sent (CLOCK_MONOTONIC, ns), as a hint; None when there is none."""
         found = None if self._is_stuck() else self.reader.peek()

@@ -8,6 +8,7 @@ decode          metadata compared with the only one possible, offsets checked; a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,8 +19,10 @@ import numpy.typing as npt
 from mps_trainer.columns import Array, Column, PackedBatch, PackedColumn, Rows
 from mps_trainer.errors import CorruptRecordError, ExperienceError, TransportError
 from mps_trainer.transport.arrow import MAX_ELEMENTS, NUM_ROWS, BatchLayout, Message
+from mps_trainer.transport.small import MAX_BYTES, MAX_KNOWN, MAX_ROWS
 
 Bytes = npt.NDArray[np.uint8]
+_UINT8, _INT32 = np.dtype(np.uint8), np.dtype(np.int32)
 Ends = npt.NDArray[np.int64]
 
 
@@ -44,11 +47,14 @@ class Measured:
 
 
 class Codec:
-    """Encodes and decodes batches of one list of columns. Thread-safe: it holds nothing that changes."""
+    """Encodes and decodes batches of one list of columns. Thread-safe: what it keeps only ever saves work."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
         self.layout = BatchLayout(columns)
+        self._dtypes = [(column, _dtype(column)) for column in columns]
+        # Metadata of small batches that was found to be right, byte for byte, and what it says.
+        self._known: dict[bytes, tuple[int, Message]] = {}
 
     def measure(self, rows: Rows) -> Measured:
         """Check `rows` against the columns.
@@ -134,29 +140,44 @@ class Codec:
         Raises CorruptRecordError for anything that `write` would not have written for some rows.
         """
         raw = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-        head = self.layout.metadata_bytes
-        if raw.nbytes < head:
-            raise CorruptRecordError(f"a batch of {raw.nbytes} bytes is shorter than its metadata ({head})")
-        words = np.frombuffer(raw[:head].tobytes(), np.int64)
-        message = self._expected(words)
-        if message is None or message.nbytes != raw.nbytes or not np.array_equal(message.words, words):
-            raise CorruptRecordError(
-                "the metadata of the batch is not what its columns make", "check that both sides run the same version"
-            )
-        num_rows = int(words[NUM_ROWS])
+        num_rows, message = self._checked_metadata(raw)
         columns = {}
-        for column, span in zip(self.columns, message.spans, strict=True):
-            values = raw[span.values_at : span.values_at + span.values_bytes].view(_dtype(column))
+        for (column, dtype), span in zip(self._dtypes, message.spans, strict=True):
+            values: Array = raw[span.values_at : span.values_at + span.values_bytes]
+            if dtype is not _UINT8:
+                values = values.view(dtype)
             if column.dtype == "bool" and span.count and values.view(np.uint8).max() > 1:
                 raise CorruptRecordError(f"column {column.name!r} holds bytes that are no bool")
             if column.kind == "vector":
                 values = values.reshape(num_rows, column.width)
             offsets = None
             if span.offsets_at >= 0:
-                offsets = raw[span.offsets_at : span.offsets_at + 4 * (num_rows + 1)].view(np.int32)
+                offsets = raw[span.offsets_at : span.offsets_at + 4 * (num_rows + 1)].view(_INT32)
                 _check_offsets(column, offsets, span.count)
             columns[column.name] = PackedColumn(values, offsets, is_text=column.kind == "text")
         return PackedBatch(columns, num_rows)
+
+    def _checked_metadata(self, raw: Bytes) -> tuple[int, Message]:
+        """(rows, message) of a batch whose metadata is exactly what its columns make. Raises CorruptRecordError."""
+        head = self.layout.metadata_bytes
+        if raw.nbytes < head:
+            raise CorruptRecordError(f"a batch of {raw.nbytes} bytes is shorter than its metadata ({head})")
+        # A copy, since what is checked must not change before it is used.
+        metadata = raw[:head].tobytes()
+        if (known := self._known.get(metadata)) is not None and known[1].nbytes == raw.nbytes:
+            return known
+        words = np.frombuffer(metadata, np.int64)
+        message = self._expected(words)
+        if message is None or message.nbytes != raw.nbytes or not np.array_equal(message.words, words):
+            raise CorruptRecordError(
+                "the metadata of the batch is not what its columns make", "check that both sides run the same version"
+            )
+        checked = int(words[NUM_ROWS]), message
+        if raw.nbytes <= MAX_BYTES:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[metadata] = checked
+        return checked
 
     def _expected(self, words: npt.NDArray[np.int64]) -> Message | None:
         num_rows = int(words[NUM_ROWS])
@@ -277,8 +298,16 @@ def _write_values(column: Column, part: _Prepared, start: int, stop: int, out: A
 
 
 def _check_offsets(column: Column, offsets: npt.NDArray[np.int32], count: int) -> None:
-    # Compared, not subtracted, first: a difference of hostile int32 values can wrap around and look harmless.
-    if offsets[0] != 0 or offsets[-1] != count or not bool((offsets[1:] >= offsets[:-1]).all()):
+    # Each offset is compared, not only its difference to the last: of int32 that can wrap around and look harmless.
+    if len(offsets) <= MAX_ROWS + 1:
+        ends = offsets.tolist()
+        lengths = list(map(operator.sub, ends[1:], ends))
+        divides = ends[0] == 0 and ends[-1] == count and (not lengths or min(lengths) >= 0)
+        longest = max(lengths) if lengths else 0
+    else:
+        divides = offsets[0] == 0 and offsets[-1] == count and bool((offsets[1:] >= offsets[:-1]).all())
+        longest = int(np.diff(offsets).max()) if divides else 0
+    if not divides:
         raise CorruptRecordError(f"the offsets of column {column.name!r} do not divide its {count} elements")
-    if len(offsets) > 1 and column.maximum is not None and np.diff(offsets).max() > column.maximum:
+    if column.maximum is not None and longest > column.maximum:
         raise CorruptRecordError(f"a row of column {column.name!r} is longer than its maximum {column.maximum}")

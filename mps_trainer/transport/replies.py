@@ -18,20 +18,28 @@ import numpy.typing as npt
 from mps_trainer.columns import Column
 from mps_trainer.errors import CorruptRecordError
 from mps_trainer.transport import names
-from mps_trainer.transport.codec import Bytes, Codec
+from mps_trainer.transport.codec import Bytes, Codec, encode_batch
 from mps_trainer.transport.counters import ChannelCounters, HubCounters
 from mps_trainer.transport.layout import RECORD_HEADER_BYTES, RingSettings
 from mps_trainer.transport.record import KIND_SCORES, RecordHeader, unpack_record
 from mps_trainer.transport.ring import RingReader, RingWriter, reply_ring
 from mps_trainer.transport.segment import Segment
 from mps_trainer.transport.semaphores import WakeUp
+from mps_trainer.transport.small import SmallEncoder
 
 REPLY_COLUMNS = (Column(name="score", source="score", dtype="float32"),)
 _CODEC = Codec(REPLY_COLUMNS)
+_SMALL = SmallEncoder(_CODEC.layout)
 #: Requests that the inbox keeps in mind; beyond, the oldest is given up.
 _MAX_PENDING = 1024
 #: How soon a waiter notices that the sidecar died.
 _LOOK_S = 0.25
+
+
+def _encode(values: npt.NDArray[np.float32]) -> bytes:
+    """One reply's payload."""
+    small = _SMALL.encode({"score": values})
+    return encode_batch({"score": values}, REPLY_COLUMNS) if small is None else small[1]
 
 
 def max_reply_rows(settings: RingSettings) -> int:
@@ -71,6 +79,10 @@ class _Pending:
         """The assembled answer, None while a part is missing."""
         if len(self.arrived) < self.parts:
             return None
+        if self.parts == 1:
+            ((header, values),) = self.arrived.values()
+            if header.num_rows == self.num_rows:
+                return Scores(request_id, values, header.model_version, header.sidecar_ns)
         values = np.full(self.num_rows, np.nan, np.float32)
         for header, part in self.arrived.values():
             values[header.first_row : header.first_row + len(part)] = part
@@ -209,27 +221,25 @@ class ReplyOutbox:
         self._wake = wake
         self._counters = counters
         self._writer = RingWriter(reply_ring(segment))
-        self._mapped: Bytes = np.frombuffer(segment.memory, np.uint8)
         self._sending = threading.Lock()
 
     def send(self, request: RecordHeader, values: npt.NDArray[np.float32], model_version: int, sidecar_ns: int) -> bool:
         """Answer `request`. False when the operator is stuck in the mutex."""
-        measured = _CODEC.measure({"score": values})
-        message = _CODEC.message(measured, 0, len(values))
+        payload = _encode(values)
+        nbytes = len(payload)
         with self._sending:
             slot = self._writer.reserve()
             if slot is None and self._writer.evict(below=2**62) is not None:
                 self._wake.consume()
                 self._counters.replies_dropped += 1
                 slot = self._writer.reserve()
-            if slot is None or message.nbytes > self._writer.ring.capacity:
+            if slot is None or nbytes > self._writer.ring.capacity:
                 return False
             at = self._writer.ring.offset(slot)
-            payload = self._mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + message.nbytes]
-            _CODEC.write(measured, 0, len(values), message, payload)
+            self._segment.memory[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + nbytes] = payload
             seq = self._writer.next_seq
             header = request._replace(
-                kind=KIND_SCORES, seq=seq, payload_bytes=message.nbytes, payload_crc=None,
+                kind=KIND_SCORES, seq=seq, payload_bytes=nbytes, payload_crc=None,
                 model_version=model_version, sent_ns=time.monotonic_ns(), sidecar_ns=sidecar_ns,
             )  # fmt: skip
             self._segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self._segment.header.generation)

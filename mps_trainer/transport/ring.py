@@ -68,6 +68,8 @@ class Ring:
         words = self.words.tolist()
         if (word := likely << 2 | READY) in words:
             return words.index(word), likely
+        if not any(words):
+            return None
         best, found = below, -1
         for slot, word in enumerate(words):
             if word & _STATE == READY and word >> 2 < best:

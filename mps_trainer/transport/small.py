@@ -45,7 +45,7 @@ class SmallEncoder:
             if data is None or (num_rows >= 0 and len(data) != num_rows):
                 return None
             num_rows = len(data)
-            if not 0 < num_rows <= MAX_ROWS:
+            if num_rows == 0:
                 return None
             lengths = plan.take(data, num_rows, pieces)
             if lengths is None:
@@ -90,6 +90,8 @@ class _Plan:
                 return None
             pieces.append(data)
             return (num_rows * self._width,)
+        if num_rows > MAX_ROWS:
+            return None
         rows = self._texts(data) if self._kind == "text" else self._arrays(data)
         if rows is None:
             return None
