@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -46,13 +46,30 @@ class Measured:
         return [0 if p.ends is None else int(p.ends[stop] - p.ends[start]) for p in self.prepared]
 
 
+class _Plan(NamedTuple):
+    """How one column is read. `width` is 0 but for vectors."""
+
+    name: str
+    dtype: np.dtype[Any]
+    width: int
+    maximum: int | None
+    is_bool: bool
+    is_text: bool
+
+    @classmethod
+    def of(cls, column: Column) -> _Plan:
+        width = column.width if column.kind == "vector" else 0
+        is_bool, is_text = column.dtype == "bool", column.kind == "text"
+        return cls(column.name, _dtype(column), width, column.maximum, is_bool, is_text)
+
+
 class Codec:
     """Encodes and decodes batches of one list of columns. Thread-safe: what it keeps only ever saves work."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
         self.layout = BatchLayout(columns)
-        self._dtypes = [(column, _dtype(column)) for column in columns]
+        self._plans = [_Plan.of(column) for column in columns]
         # Metadata of small batches that was found to be right, byte for byte, and what it says.
         self._known: dict[bytes, tuple[int, Message]] = {}
 
@@ -142,19 +159,19 @@ class Codec:
         raw = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
         num_rows, message = self._checked_metadata(raw)
         columns = {}
-        for (column, dtype), span in zip(self._dtypes, message.spans, strict=True):
+        for plan, span in zip(self._plans, message.spans):  # noqa: B905  # both are made from the same columns
             values: Array = raw[span.values_at : span.values_at + span.values_bytes]
-            if dtype is not _UINT8:
-                values = values.view(dtype)
-            if column.dtype == "bool" and span.count and values.view(np.uint8).max() > 1:
-                raise CorruptRecordError(f"column {column.name!r} holds bytes that are no bool")
-            if column.kind == "vector":
-                values = values.reshape(num_rows, column.width)
+            if plan.dtype is not _UINT8:
+                values = values.view(plan.dtype)
+            if plan.is_bool and span.count and values.view(_UINT8).max() > 1:
+                raise CorruptRecordError(f"column {plan.name!r} holds bytes that are no bool")
+            if plan.width:
+                values = values.reshape(num_rows, plan.width)
             offsets = None
             if span.offsets_at >= 0:
                 offsets = raw[span.offsets_at : span.offsets_at + 4 * (num_rows + 1)].view(_INT32)
-                _check_offsets(column, offsets, span.count)
-            columns[column.name] = PackedColumn(values, offsets, is_text=column.kind == "text")
+                _check_offsets(plan, offsets, span.count)
+            columns[plan.name] = PackedColumn(values, offsets, plan.is_text)
         return PackedBatch(columns, num_rows)
 
     def _checked_metadata(self, raw: Bytes) -> tuple[int, Message]:
@@ -297,10 +314,12 @@ def _write_values(column: Column, part: _Prepared, start: int, stop: int, out: A
         raise _mismatch(column, ", ".join(found), f"one-dimensional {column.dtype}") from error
 
 
-def _check_offsets(column: Column, offsets: npt.NDArray[np.int32], count: int) -> None:
+def _check_offsets(plan: _Plan, offsets: npt.NDArray[np.int32], count: int) -> None:
     # Each offset is compared, not only its difference to the last: of int32 that can wrap around and look harmless.
     if len(offsets) <= MAX_ROWS + 1:
         ends = offsets.tolist()
+        if ends == [0, count] and (plan.maximum is None or count <= plan.maximum):
+            return
         lengths = list(map(operator.sub, ends[1:], ends))
         divides = ends[0] == 0 and ends[-1] == count and (not lengths or min(lengths) >= 0)
         longest = max(lengths) if lengths else 0
@@ -308,6 +327,6 @@ def _check_offsets(column: Column, offsets: npt.NDArray[np.int32], count: int) -
         divides = offsets[0] == 0 and offsets[-1] == count and bool((offsets[1:] >= offsets[:-1]).all())
         longest = int(np.diff(offsets).max()) if divides else 0
     if not divides:
-        raise CorruptRecordError(f"the offsets of column {column.name!r} do not divide its {count} elements")
-    if column.maximum is not None and longest > column.maximum:
-        raise CorruptRecordError(f"a row of column {column.name!r} is longer than its maximum {column.maximum}")
+        raise CorruptRecordError(f"the offsets of column {plan.name!r} do not divide its {count} elements")
+    if plan.maximum is not None and longest > plan.maximum:
+        raise CorruptRecordError(f"a row of column {plan.name!r} is longer than its maximum {plan.maximum}")

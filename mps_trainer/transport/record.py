@@ -81,7 +81,7 @@ def unpack_record(
      num_rows, flags, payload_crc, model_version, sent_ns, sidecar_ns, crc) = _RECORD.unpack(raw)  # fmt: skip
     if magic != MAGIC or version != VERSION or crc != zlib.crc32(raw[:-4]):
         raise CorruptRecordError(f"record {seq} of {channel} has a broken header")
-    if (found_kind, found_generation, found_seq) != (kind, generation, seq):
+    if found_seq != seq or found_generation != generation or found_kind != kind:
         raise CorruptRecordError(
             f"slot of {channel} holds record {found_seq} (kind {found_kind}), expected {seq} (kind {kind})"
         )

@@ -50,15 +50,14 @@ class Ring:
         self.num_slots = num_slots
         self.capacity = slot_bytes - RECORD_HEADER_BYTES
         self.words = segment.words(states, num_slots)
-        self._first = first_slot
-        self._stride = stride
+        self._offsets = [first_slot + slot * stride for slot in range(num_slots)]
         self.evicts = evicts
         self._locks = segment.locks
         self.mutex = ByteMutex(segment.locks, lock)
 
     def offset(self, slot: int) -> int:
         """Where slot `slot` begins in the segment: its record header, then its payload."""
-        return self._first + slot * self._stride
+        return self._offsets[slot]
 
     def oldest_ready(self, below: int = 2**62, likely: int = 0) -> tuple[int, int] | None:
         """(slot, seq) of the READY record with the lowest seq under `below`. Without the mutex only a hint.
