@@ -97,7 +97,7 @@ class AttachedChannel:
 
     def has_ready(self) -> bool:
         """Whether a record is ready, as a hint."""
-        return not (self.stuck_until and self._is_stuck()) and self.reader.peek() is not None
+        return self.reader.ready() and not self._is_stuck()
 
     def ready_since(self) -> int | None:
         """When the oldest ready record was sent (CLOCK_MONOTONIC, ns), as a hint; None when there is none."""

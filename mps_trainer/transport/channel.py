@@ -22,7 +22,7 @@ from mps_trainer.transport import layout, names, schema
 from mps_trainer.transport.codec import Bytes, Codec, Measured
 from mps_trainer.transport.counters import ChannelCounters, Mirror, SendResult
 from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES, RingSettings
-from mps_trainer.transport.record import KIND_BATCH, RecordHeader
+from mps_trainer.transport.record import FLAG_WANT_SCORES, KIND_BATCH, RecordHeader, pack_whole
 from mps_trainer.transport.replies import ReplyInbox, Scores, max_reply_rows
 from mps_trainer.transport.ring import RingWriter, feed_ring
 from mps_trainer.transport.segment import Segment, new_header
@@ -199,9 +199,13 @@ class OperatorChannel:
             self._inbox.collect()
         sent = False
         if slot is not None:
-            at = self._writer.ring.offset(slot) + RECORD_HEADER_BYTES
-            self.segment.memory[at : at + nbytes] = payload
-            sent = self._commit(slot, nbytes, (0, num_rows), (0, 1), request_id, want_scores, None)
+            memory, seq, at = self.segment.memory, self._writer.next_seq, self._writer.ring.offset(slot)
+            flags = FLAG_WANT_SCORES if want_scores else 0
+            memory[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + nbytes] = payload
+            memory[at : at + RECORD_HEADER_BYTES] = pack_whole(
+                self._generation, seq, nbytes, request_id, num_rows, flags
+            )
+            sent = self._commit(slot, seq, num_rows, request_id)
         if sent:
             result = SendResult(1, 1, num_rows, 0, evicted, nbytes)
         else:
@@ -284,35 +288,31 @@ class OperatorChannel:
         at = self._writer.ring.offset(slot)
         payload = self._mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + message.nbytes]
         self._codec.write(measured, start, stop, message, payload)
-        crc = zlib.crc32(payload.data) if self.segment.header.settings.checksum else None
-        committed = self._commit(slot, message.nbytes, rows, part, request_id, want_scores, crc)
-        return message.nbytes if committed else 0
-
-    def _commit(
-        self,
-        slot: int,
-        nbytes: int,
-        rows: tuple[int, int],
-        part: tuple[int, int],
-        request_id: int,
-        want_scores: bool,
-        payload_crc: int | None,
-    ) -> bool:
-        """Write the header before the payload that is there, make the record READY and ring for it."""
-        writer, num_rows = self._writer, rows[1] - rows[0]
-        seq = writer.next_seq
-        at = writer.ring.offset(slot)
+        seq = self._writer.next_seq
         header = RecordHeader(
-            KIND_BATCH, seq, nbytes, request_id, part[0], part[1], rows[0], num_rows, want_scores, payload_crc, 0,
-            time.monotonic_ns(),
-        )  # fmt: skip
+            kind=KIND_BATCH,
+            seq=seq,
+            payload_bytes=message.nbytes,
+            request_id=request_id,
+            part=part[0],
+            parts=part[1],
+            first_row=start,
+            num_rows=stop - start,
+            want_scores=want_scores,
+            payload_crc=zlib.crc32(payload.data) if self.segment.header.settings.checksum else None,
+            sent_ns=time.monotonic_ns(),
+        )
         self.segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self._generation)
+        return message.nbytes if self._commit(slot, seq, stop - start, request_id) else 0
+
+    def _commit(self, slot: int, seq: int, num_rows: int, request_id: int) -> bool:
+        """Make the record that is complete in `slot` READY and ring for it. False when the sidecar is stuck."""
         self._rows_in_slot[slot] = num_rows
         self._request_in_slot[slot] = request_id
-        if not writer.commit(slot, seq):
+        if not self._writer.commit(slot, seq):
             return False
-        self._space.consume()
         self._post_bell()
+        self._space.consume()
         return True
 
     def _post_bell(self) -> None:

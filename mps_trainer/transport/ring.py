@@ -158,6 +158,11 @@ class RingReader:
         """(slot, seq) of the oldest READY record as a hint, or None."""
         return self.ring.oldest_ready(likely=self._likely)
 
+    def ready(self) -> bool:
+        """Whether a record is READY, as a hint."""
+        words = self.ring.words.tolist()
+        return (self._likely << 2 | READY) in words or (any(words) and self.peek() is not None)
+
     def claim(self) -> tuple[int, int] | None:
         """Take the oldest READY record: (slot, seq). None when there is none or the writer is stuck in the mutex."""
         ring = self.ring

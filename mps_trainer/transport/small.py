@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -47,15 +46,13 @@ class SmallEncoder:
             num_rows = len(data)
             if num_rows == 0:
                 return None
-            lengths = plan.take(data, num_rows, pieces)
-            if lengths is None:
-                return None
-            total = sum(lengths)
+            total = plan.take(data, num_rows, pieces)
             totals.append(total)
-            nbytes += total * plan.item_bytes
-            if nbytes > MAX_BYTES:
+            size = total * plan.item_bytes
+            nbytes += size
+            if total < 0 or nbytes > MAX_BYTES:
                 return None
-            pieces.append(_PADDING[-total * plan.item_bytes % ALIGNMENT])
+            pieces.append(_PADDING[-size % ALIGNMENT])
         key = (num_rows, *totals)
         metadata = self._metadata.get(key)
         if metadata is None:
@@ -82,30 +79,31 @@ class _Plan:
         self._maximum = column.maximum or 0
         self._width = column.width if column.kind == "vector" else 1
 
-    def take(self, data: Any, num_rows: int, pieces: list[Any]) -> Sequence[int] | None:
-        """Append the buffers of all rows, offsets first; elements of each row (or of all), None when it cannot."""
+    def take(self, data: Any, num_rows: int, pieces: list[Any]) -> int:
+        """Append the buffers of all rows, offsets first. Returns how many elements they have, -1 when it cannot."""
         if self._kind == "scalar" or (self._kind == "vector" and type(data) is np.ndarray):
             expected = (num_rows,) if self._kind == "scalar" else (num_rows, self._width)
             if type(data) is not np.ndarray or data.dtype != self._dtype or data.shape != expected:
-                return None
+                return -1
             pieces.append(data)
-            return (num_rows * self._width,)
+            return num_rows * self._width
         if num_rows > MAX_ROWS:
-            return None
+            return -1
         rows = self._texts(data) if self._kind == "text" else self._arrays(data)
         if rows is None:
-            return None
-        lengths = [len(row) for row in rows]
+            return -1
+        lengths = list(map(len, rows))
         if self._kind == "vector":
             if lengths.count(self._width) != num_rows:
-                return None
+                return -1
+        elif max(lengths) > self._maximum:
+            return -1
         else:
-            if max(lengths) > self._maximum:
-                return None
-            pieces.append(_OFFSETS[num_rows].pack(0, *accumulate(lengths)))
-            pieces.append(_PADDING[-4 * (num_rows + 1) % ALIGNMENT])
+            pieces += (
+                _OFFSETS[num_rows].pack(0, *accumulate(lengths)), _PADDING[-4 * (num_rows + 1) % ALIGNMENT]
+            )  # fmt: skip
         pieces += rows
-        return lengths
+        return sum(lengths)
 
     def _arrays(self, data: Any) -> list[Any] | None:
         rows = list(data)
@@ -116,7 +114,6 @@ class _Plan:
 
     def _texts(self, data: Any) -> list[Any] | None:
         texts = list(data)
-        for text in texts:
-            if type(text) is not str:
-                return None
+        if set(map(type, texts)) != {str}:
+            return None
         return [text.encode("utf-8", "replace") for text in texts]
