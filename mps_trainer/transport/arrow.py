@@ -22,6 +22,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ ALIGNMENT = 64
 MAX_ELEMENTS = 2**31 - 1
 
 Words = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
 
 # Indices of 8-byte words from the start of the message (prefix included).
 _BODY_LENGTH, NUM_ROWS, _NODES = 5, 10, 12
@@ -133,6 +135,11 @@ class BatchLayout:
     def slack_bytes(self) -> int:
         """What a message takes beyond its rows: metadata, padding, and the one extra offset of a column."""
         return self.metadata_bytes + ALIGNMENT * self._num_buffers
+
+
+def element_dtype(column: Column) -> np.dtype[Any]:
+    """What one element of a column is in memory, in rows and in batches."""
+    return np.dtype(np.uint8 if column.dtype == "text" else column.dtype)
 
 
 def _template(num_nodes: int, num_buffers: int) -> Words:

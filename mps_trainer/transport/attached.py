@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import layout, names
-from mps_trainer.transport.codec import Bytes, Codec
+from mps_trainer.transport.arrow import Bytes
+from mps_trainer.transport.codec import Codec
 from mps_trainer.transport.counters import HubCounters, Mirror
 from mps_trainer.transport.delivery import Delivery
 from mps_trainer.transport.layout import LOCK_OPERATOR_LIFE, LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES

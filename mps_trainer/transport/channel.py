@@ -12,19 +12,20 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Literal
 
 import numpy as np
 
 from mps_trainer.columns import Column, Rows
 from mps_trainer.errors import TransportError
 from mps_trainer.transport import layout, names, schema
-from mps_trainer.transport.codec import Bytes, Codec, Measured
+from mps_trainer.transport.arrow import Bytes
+from mps_trainer.transport.codec import Codec, Measured
 from mps_trainer.transport.counters import ChannelCounters, Mirror, SendResult
 from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES, RingSettings
 from mps_trainer.transport.record import FLAG_WANT_SCORES, KIND_BATCH, RecordHeader, pack_whole
 from mps_trainer.transport.replies import ReplyInbox, Scores, max_reply_rows
 from mps_trainer.transport.ring import RingWriter, feed_ring
+from mps_trainer.transport.room import Backpressure, Room
 from mps_trainer.transport.segment import Segment, new_header
 from mps_trainer.transport.semaphores import Doorbell, WakeUp
 from mps_trainer.transport.small import SmallEncoder
@@ -32,8 +33,6 @@ from mps_trainer.transport.standing import Standing
 from mps_trainer.transport.sweep import create_segment
 
 log = logging.getLogger(__name__)
-
-Backpressure = Literal["drop_oldest", "drop_newest", "block"]
 
 
 class OperatorChannel:
@@ -48,7 +47,6 @@ class OperatorChannel:
         self.counters = ChannelCounters()
         self._codec = codec
         self._bell = bell
-        self._backpressure = backpressure
         self._block_timeout_s = block_timeout_s
         header = segment.header
         self._space = WakeUp(names.space_name(header.run_id, header.index), create=True)
@@ -60,8 +58,7 @@ class OperatorChannel:
         self._mirror = Mirror(segment, layout.OPERATOR_COUNTERS, self.counters)
         self._mapped: Bytes = np.frombuffer(segment.memory, np.uint8)
         self._max_rows = max_reply_rows(header.settings)
-        self._rows_in_slot = [0] * header.settings.num_slots
-        self._request_in_slot = [0] * header.settings.num_slots
+        self._room = Room(backpressure, self._writer, self._space, self.counters, self._inbox)
         self._sending = threading.Lock()
         self._closed = False
         # With a checksum every payload is read again: the general way, which has it as an array.
@@ -194,7 +191,8 @@ class OperatorChannel:
             self._inbox.expect(request_id, 1, num_rows)
         slot, evicted, nbytes = self._writer.known_free, 0, len(payload)
         if slot is None:
-            slot, evicted = self._find_slot(self._writer.next_seq, time.monotonic() + self._block_timeout_s)
+            deadline = time.monotonic() + self._block_timeout_s
+            slot, evicted = self._room.find(self._writer.next_seq, deadline, self._bell, self.sidecar_alive)
         if want_scores:
             self._inbox.collect()
         sent = False
@@ -226,7 +224,7 @@ class OperatorChannel:
         mutex = self._writer.ring.mutex
         timeouts = mutex.timeouts
         for part, (start, stop) in enumerate(ranges):
-            slot, rows_evicted = self._find_slot(first_seq, deadline)
+            slot, rows_evicted = self._room.find(first_seq, deadline, self._bell, self.sidecar_alive)
             if mutex.timeouts > timeouts:
                 # The sidecar is stopped inside the mutex: one time limit is enough for one batch.
                 return
@@ -238,39 +236,6 @@ class OperatorChannel:
             if size:
                 sent, rows_sent, nbytes = sent + 1, rows_sent + stop - start, nbytes + size
             yield SendResult(len(ranges), sent, rows_sent, measured.num_rows - rows_sent, evicted, nbytes)
-
-    def _find_slot(self, first_seq: int, deadline: float) -> tuple[int | None, int]:
-        """A free slot by the channel's policy, and how many rows were evicted for it."""
-        timeouts = self._writer.ring.mutex.timeouts
-        slot = self._writer.reserve()
-        if slot is not None or self._backpressure == "drop_newest" or self._writer.ring.mutex.timeouts > timeouts:
-            return slot, 0
-        if self._backpressure == "drop_oldest":
-            victim = self._writer.evict(below=first_seq)
-            if victim is not None:
-                rows = self._rows_in_slot[victim[0]]
-                self._bell.consume()
-                self.counters.dropped_oldest += 1
-                self.counters.rows_dropped_oldest += rows
-                self._inbox.abandon(self._request_in_slot[victim[0]])
-                return self._writer.reserve(), rows
-            if first_seq == self._writer.next_seq:
-                # Nothing can be evicted: the sidecar is reading every slot.
-                return self._writer.reserve(), 0
-        # Only parts of this very batch are in the way (or the policy is to wait): the sidecar may make room.
-        return self._wait_for_room(deadline), 0
-
-    def _wait_for_room(self, deadline: float) -> int | None:
-        started_ns = time.monotonic_ns()
-        slot = None
-        while slot is None and self.sidecar_alive():
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                break
-            self._space.wait(remaining_s)
-            slot = self._writer.reserve()
-        self.counters.blocked_ns += time.monotonic_ns() - started_ns
-        return slot
 
     def _send_part(
         self,
@@ -307,8 +272,7 @@ class OperatorChannel:
 
     def _commit(self, slot: int, seq: int, num_rows: int, request_id: int) -> bool:
         """Make the record that is complete in `slot` READY and ring for it. False when the sidecar is stuck."""
-        self._rows_in_slot[slot] = num_rows
-        self._request_in_slot[slot] = request_id
+        self._room.note(slot, num_rows, request_id)
         if not self._writer.commit(slot, seq):
             return False
         self._post_bell()

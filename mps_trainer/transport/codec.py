@@ -8,21 +8,18 @@ decode          metadata compared with the only one possible, offsets checked; a
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from mps_trainer.columns import Array, Column, PackedBatch, PackedColumn, Rows
-from mps_trainer.errors import CorruptRecordError, ExperienceError, TransportError
-from mps_trainer.transport.arrow import MAX_ELEMENTS, NUM_ROWS, BatchLayout, Message
-from mps_trainer.transport.small import MAX_BYTES, MAX_KNOWN, MAX_ROWS
+from mps_trainer.columns import Array, Column, PackedBatch, Rows
+from mps_trainer.errors import ExperienceError, TransportError
+from mps_trainer.transport.arrow import MAX_ELEMENTS, BatchLayout, Bytes, Message, element_dtype
+from mps_trainer.transport.decoder import Decoder
 
-Bytes = npt.NDArray[np.uint8]
-_UINT8, _INT32 = np.dtype(np.uint8), np.dtype(np.int32)
 Ends = npt.NDArray[np.int64]
 
 
@@ -46,32 +43,13 @@ class Measured:
         return [0 if p.ends is None else int(p.ends[stop] - p.ends[start]) for p in self.prepared]
 
 
-class _Plan(NamedTuple):
-    """How one column is read. `width` is 0 but for vectors."""
-
-    name: str
-    dtype: np.dtype[Any]
-    width: int
-    maximum: int | None
-    is_bool: bool
-    is_text: bool
-
-    @classmethod
-    def of(cls, column: Column) -> _Plan:
-        width = column.width if column.kind == "vector" else 0
-        is_bool, is_text = column.dtype == "bool", column.kind == "text"
-        return cls(column.name, _dtype(column), width, column.maximum, is_bool, is_text)
-
-
 class Codec:
     """Encodes and decodes batches of one list of columns. Thread-safe: what it keeps only ever saves work."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
         self.layout = BatchLayout(columns)
-        self._plans = [_Plan.of(column) for column in columns]
-        # Metadata of small batches that was found to be right, byte for byte, and what it says.
-        self._known: dict[bytes, tuple[int, Message]] = {}
+        self._decoder = Decoder(self.columns, self.layout)
 
     def measure(self, rows: Rows) -> Measured:
         """Check `rows` against the columns.
@@ -147,7 +125,7 @@ class Codec:
                 end = offsets_end
             out[end : span.values_at] = 0
             end = span.values_at + span.values_bytes
-            _write_values(column, part, start, stop, out[span.values_at : end].view(_dtype(column)))
+            _write_values(column, part, start, stop, out[span.values_at : end].view(element_dtype(column)))
         out[end : message.nbytes] = 0
 
     def decode(self, buffer: Any) -> PackedBatch:
@@ -156,59 +134,7 @@ class Codec:
         `buffer` is bytes, a memoryview or a uint8 array whose memory is 64-byte aligned for aligned columns.
         Raises CorruptRecordError for anything that `write` would not have written for some rows.
         """
-        raw = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-        num_rows, message = self._checked_metadata(raw)
-        columns = {}
-        for plan, span in zip(self._plans, message.spans):  # noqa: B905  # both are made from the same columns
-            values: Array = raw[span.values_at : span.values_at + span.values_bytes]
-            if plan.dtype is not _UINT8:
-                values = values.view(plan.dtype)
-            if plan.is_bool and span.count and values.view(_UINT8).max() > 1:
-                raise CorruptRecordError(f"column {plan.name!r} holds bytes that are no bool")
-            if plan.width:
-                values = values.reshape(num_rows, plan.width)
-            offsets = None
-            if span.offsets_at >= 0:
-                offsets = raw[span.offsets_at : span.offsets_at + 4 * (num_rows + 1)].view(_INT32)
-                _check_offsets(plan, offsets, span.count)
-            columns[plan.name] = PackedColumn(values, offsets, plan.is_text)
-        return PackedBatch(columns, num_rows)
-
-    def _checked_metadata(self, raw: Bytes) -> tuple[int, Message]:
-        """(rows, message) of a batch whose metadata is exactly what its columns make. Raises CorruptRecordError."""
-        head = self.layout.metadata_bytes
-        if raw.nbytes < head:
-            raise CorruptRecordError(f"a batch of {raw.nbytes} bytes is shorter than its metadata ({head})")
-        # A copy, since what is checked must not change before it is used.
-        metadata = raw[:head].tobytes()
-        if (known := self._known.get(metadata)) is not None and known[1].nbytes == raw.nbytes:
-            return known
-        words = np.frombuffer(metadata, np.int64)
-        message = self._expected(words)
-        if message is None or message.nbytes != raw.nbytes or not np.array_equal(message.words, words):
-            raise CorruptRecordError(
-                "the metadata of the batch is not what its columns make", "check that both sides run the same version"
-            )
-        checked = int(words[NUM_ROWS]), message
-        if raw.nbytes <= MAX_BYTES:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[metadata] = checked
-        return checked
-
-    def _expected(self, words: npt.NDArray[np.int64]) -> Message | None:
-        num_rows = int(words[NUM_ROWS])
-        if not 0 <= num_rows <= MAX_ELEMENTS:
-            return None
-        totals = [0] * len(self.columns)
-        for position, word, item_bytes in self.layout.variable:
-            totals[position] = int(words[word]) // item_bytes
-            if not 0 <= totals[position] <= MAX_ELEMENTS:
-                return None
-        # Not the message itself before its size is known to be sane: the numbers are from outside.
-        if self.layout.size(num_rows, totals) >= 2**62:
-            return None
-        return self.layout.message(num_rows, totals)
+        return self._decoder.decode(buffer)
 
 
 def encode_batch(rows: Rows, columns: Sequence[Column]) -> bytes:
@@ -226,10 +152,6 @@ def decode_batch(buffer: Any, columns: Sequence[Column]) -> PackedBatch:
     return Codec(columns).decode(buffer)
 
 
-def _dtype(column: Column) -> np.dtype[Any]:
-    return np.dtype(np.uint8 if column.dtype == "text" else column.dtype)
-
-
 def _prepare(column: Column, data: Any) -> _Prepared:
     if column.kind == "text":
         return _prepare_text(column, cast("Sequence[str]", data))
@@ -238,12 +160,12 @@ def _prepare(column: Column, data: Any) -> _Prepared:
         return _Prepared(data, _ends(column, map(len, data), len(data)))
     if isinstance(data, np.ndarray):
         expected = (len(data), column.width) if column.kind == "vector" else (len(data),)
-        if data.shape != expected or data.dtype != _dtype(column):
+        if data.shape != expected or data.dtype != element_dtype(column):
             raise _mismatch(column, f"{data.dtype}{list(data.shape)}", f"{column.dtype}{list(expected)}")
         return _Prepared(data, None)
     if column.kind == "scalar":
         try:
-            return _Prepared(np.asarray(data, _dtype(column)).reshape(len(data)), None)
+            return _Prepared(np.asarray(data, element_dtype(column)).reshape(len(data)), None)
         except (TypeError, ValueError) as error:
             raise _mismatch(column, str(error), f"one {column.dtype} a row") from error
     data = _checked_rows(column, data)
@@ -257,7 +179,7 @@ def _checked_rows(column: Column, data: Any) -> list[Array]:
     # All rows, before the first part of a split batch is sent: half a batch is worse than none.
     rows = list(data)
     kinds = {(row.dtype, row.ndim) if isinstance(row, np.ndarray) else (type(row).__name__, 1) for row in rows}
-    if kinds - {(_dtype(column), 1)}:
+    if kinds - {(element_dtype(column), 1)}:
         raise _mismatch(column, ", ".join(sorted(f"{t}[{n}d]" for t, n in kinds)), f"one-dimensional {column.dtype}")
     return rows
 
@@ -291,7 +213,7 @@ def _mismatch(column: Column, found: str, needed: str) -> ExperienceError:
 
 
 def _row_bytes(column: Column, part: _Prepared, num_rows: int) -> Ends:
-    item_bytes = _dtype(column).itemsize
+    item_bytes = element_dtype(column).itemsize
     if part.ends is not None:
         return part.ends * item_bytes + 4 * np.arange(num_rows + 1)
     per_row = item_bytes * (column.width if column.kind == "vector" else 1)
@@ -312,21 +234,3 @@ def _write_values(column: Column, part: _Prepared, start: int, stop: int, out: A
     except (TypeError, ValueError) as error:
         found = sorted({f"{np.asarray(row).dtype}[{np.asarray(row).ndim}d]" for row in part.data[start:stop]})
         raise _mismatch(column, ", ".join(found), f"one-dimensional {column.dtype}") from error
-
-
-def _check_offsets(plan: _Plan, offsets: npt.NDArray[np.int32], count: int) -> None:
-    # Each offset is compared, not only its difference to the last: of int32 that can wrap around and look harmless.
-    if len(offsets) <= MAX_ROWS + 1:
-        ends = offsets.tolist()
-        if ends == [0, count] and (plan.maximum is None or count <= plan.maximum):
-            return
-        lengths = list(map(operator.sub, ends[1:], ends))
-        divides = ends[0] == 0 and ends[-1] == count and (not lengths or min(lengths) >= 0)
-        longest = max(lengths) if lengths else 0
-    else:
-        divides = offsets[0] == 0 and offsets[-1] == count and bool((offsets[1:] >= offsets[:-1]).all())
-        longest = int(np.diff(offsets).max()) if divides else 0
-    if not divides:
-        raise CorruptRecordError(f"the offsets of column {plan.name!r} do not divide its {count} elements")
-    if plan.maximum is not None and longest > plan.maximum:
-        raise CorruptRecordError(f"a row of column {plan.name!r} is longer than its maximum {plan.maximum}")

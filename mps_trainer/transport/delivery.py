@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from mps_trainer.columns import PackedBatch
 from mps_trainer.errors import ExperienceError, TransportError
-from mps_trainer.transport.codec import Bytes
+from mps_trainer.transport.arrow import Bytes
 from mps_trainer.transport.record import RecordHeader
 
 

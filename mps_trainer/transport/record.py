@@ -72,7 +72,7 @@ class RecordHeader(NamedTuple):
 
 
 def pack_whole(generation: int, seq: int, payload_bytes: int, request_id: int, num_rows: int, flags: int) -> bytes:
-    """The header of a batch that is one record, sent now: the bytes that `RecordHeader.pack` makes, in half the time."""
+    """The header of a batch that is one record, sent now: what `RecordHeader.pack` makes, in half the time."""
     body = _BODY.pack(
         MAGIC, VERSION, KIND_BATCH, generation, seq, payload_bytes, request_id, 0, 1, 0, num_rows, flags, 0, 0,
         time.monotonic_ns(), 0,

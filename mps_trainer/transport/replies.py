@@ -18,7 +18,8 @@ import numpy.typing as npt
 from mps_trainer.columns import Column
 from mps_trainer.errors import CorruptRecordError
 from mps_trainer.transport import names
-from mps_trainer.transport.codec import Bytes, Codec, encode_batch
+from mps_trainer.transport.arrow import Bytes
+from mps_trainer.transport.codec import Codec, encode_batch
 from mps_trainer.transport.counters import ChannelCounters, HubCounters
 from mps_trainer.transport.layout import RECORD_HEADER_BYTES, RingSettings
 from mps_trainer.transport.record import KIND_SCORES, RecordHeader, unpack_record

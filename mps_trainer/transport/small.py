@@ -1,7 +1,7 @@
 """Small batches, where Python's own steps cost more than the bytes: one pass over the rows, one `bytes.join`.
 
-    encode    the bytes that `Codec.measure` and `Codec.write` make, or None for whatever they must look at themselves:
-              too large, too many rows, not contiguous, or wrong (they then say what)
+encode    the bytes that `Codec.measure` and `Codec.write` make, or None for whatever they must look at themselves:
+          too large, too many rows, not contiguous, or wrong (they then say what)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mps_trainer.columns import Column, Rows
-from mps_trainer.transport.arrow import ALIGNMENT, BatchLayout
+from mps_trainer.transport.arrow import ALIGNMENT, BatchLayout, element_dtype
 
 #: Beyond, copying twice (joined, then into the slot) costs more than it saves.
 MAX_BYTES = 32 * 2**10
@@ -75,7 +75,7 @@ class _Plan:
         self.name = column.name
         self.item_bytes = item_bytes
         self._kind = column.kind
-        self._dtype = np.dtype(np.uint8 if column.dtype == "text" else column.dtype)
+        self._dtype = element_dtype(column)
         self._maximum = column.maximum or 0
         self._width = column.width if column.kind == "vector" else 1
 

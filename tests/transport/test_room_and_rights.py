@@ -11,8 +11,7 @@ from channel_peers import COLUMNS, SMALL, Child, forever, pair
 from scenarios import drain, send
 
 from mps_trainer.errors import TransportError
-from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, sweep, sweep_stale
-from mps_trainer.transport import standing
+from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, standing, sweep, sweep_stale
 from mps_trainer.transport.names import segment_name
 from mps_trainer.transport.segment import Segment
 from mps_trainer.transport.semaphores import remove_semaphore
