@@ -5,8 +5,8 @@
 
 Throughput: the reader reads every byte and its sum is checked. A copy of the same bytes into pre-faulted shared memory
 is timed right before each round ("of memcpy"), since the memory bandwidth of a shared machine drifts. Latency: 1 KiB
-messages, replies over a link of the same kind. "ring" is what an operator and a sidecar call, with the codec, leases and
-counters, and its round trip is that of scores; "ring (bare link, no API)" its protocol alone, as bare as the other
+messages, replies over a link of the same kind. "ring" is what an operator and a sidecar call, with the codec, leases
+and counters, and its round trip is that of scores; "ring (bare link, no API)" its protocol alone, as bare as the other
 links. End to end: torch tensors in, torch tensors out, the same Arrow bytes for everybody. Medians over rounds, spread
 in brackets. At the end every target is printed beside what was measured, met or missed. Peers that are not installed
 are skipped by name: pip install iceoryx2 pyzmq fastapi uvicorn requests ray msgspec msgpack
@@ -14,7 +14,6 @@ are skipped by name: pip install iceoryx2 pyzmq fastapi uvicorn requests ray msg
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -24,144 +23,18 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_transport_links import LINKS, new_address
-from bench_transport_machine import DEPTH, PINS, Memcpy, checksum, cpu_s, machine, pin, spread, writer_on_its_core
+from bench_transport_machine import DEPTH, PINS, Memcpy, cpu_s, machine, spread, writer_on_its_core
+from bench_transport_peers import SMALL, LinkPeer, ServicePeer
 from bench_transport_report import report, verdicts
 from bench_transport_services import SERVICES
 
 from mps_trainer.transport import SidecarHub
 
 MIB16 = 16 * 2**20
-SMALL = 1024
 
 
 def percentile(values, q):
     return float(np.percentile(values, q))
-
-
-def consume(name, address, reply_address, core, control):
-    """The other process: takes commands from `control`, reads the link, answers with sums, latencies and its time."""
-    reader = LINKS[name][1](address)
-    back = None if hasattr(reader, "answer") else LINKS[name][0](reply_address, SMALL, DEPTH)
-    pin(core)
-    control.send("ready")
-    reply = np.zeros(SMALL, np.uint8)
-    while True:
-        command, n = control.recv()
-        if command == "stop":
-            break
-        if command == "take":
-            total, before = 0, cpu_s()
-            for _ in range(n):
-                total += checksum(reader.receive())
-                reader.done()
-            control.send((total % 2**64, cpu_s() - before))
-        elif command == "ping":
-            late = []
-            for _ in range(n):
-                array = reader.receive()
-                late.append(time.monotonic_ns() - int(array[:8].view(np.int64)[0]))
-                del array
-                if back is None:
-                    reader.answer()
-                    reader.done()
-                else:
-                    reader.done()
-                    back.send(reply)
-            control.send(late)
-    reader.close()
-    if back is not None:
-        back.close()
-
-
-class LinkPeer:
-    """Two links of one kind, or one that brings answers, and a consumer process."""
-
-    def __init__(self, name, nbytes):
-        self.name = name
-        address, self.reply_address = new_address(name), new_address(name)
-        self.writer = LINKS[name][0](address, nbytes, DEPTH if nbytes > 65536 else 32)
-        self.control, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        args = (name, address, self.reply_address, PINS[1], theirs)
-        self.process = context.Process(target=consume, args=args, daemon=True)
-        self.process.start()
-        self._hear()
-        self.reader = None
-
-    def _hear(self):
-        if not self.control.poll(120):
-            raise TimeoutError(f"the consumer of {self.name} says nothing")
-        return self.control.recv()
-
-    def throughput(self, arrays, n):
-        expected = sum(checksum(arrays[i % len(arrays)]) for i in range(n)) % 2**64
-        self.control.send(("take", n))
-        with writer_on_its_core():
-            before, start = cpu_s(), time.perf_counter()
-            for i in range(n):
-                self.writer.send(arrays[i % len(arrays)])
-            total, consumer_cpu = self._hear()
-            took = time.perf_counter() - start
-        if total != expected:
-            raise RuntimeError(f"{self.name} delivered wrong bytes")
-        return took, cpu_s() - before, consumer_cpu
-
-    def latency(self, n, pause_s):
-        ask = getattr(self.writer, "ask", None) or self._send_and_receive
-        message, trips = np.zeros(SMALL, np.uint8), []
-        self.control.send(("ping", n))
-        with writer_on_its_core():
-            for _ in range(n):
-                if pause_s:
-                    time.sleep(pause_s)
-                message[:8] = np.frombuffer(time.monotonic_ns().to_bytes(8, "little"), np.uint8)
-                start = time.perf_counter_ns()
-                ask(message)
-                trips.append(time.perf_counter_ns() - start)
-        return self._hear(), trips
-
-    def _send_and_receive(self, message):
-        self.writer.send(message)
-        if self.reader is None:
-            self.reader = LINKS[self.name][1](self.reply_address)
-        self.reader.receive()
-        self.reader.done()
-
-    def close(self):
-        self.control.send(("stop", 0))
-        self.process.join(20)
-        if self.reader is not None:
-            self.reader.close()
-        self.writer.close()
-
-
-class ServicePeer:
-    """Ray or FastAPI."""
-
-    def __init__(self, name, nbytes):
-        self.name, self.service = name, SERVICES[name]()
-
-    def throughput(self, arrays, n):
-        consumer, before, start = self.service.consumer_cpu_s(), cpu_s(), time.perf_counter()
-        total = self.service.send_all(arrays, n) % 2**64
-        took, mine = time.perf_counter() - start, cpu_s() - before
-        if total != sum(checksum(arrays[i % len(arrays)]) for i in range(n)) % 2**64:
-            raise RuntimeError(f"{self.name} delivered wrong bytes")
-        return took, mine, self.service.consumer_cpu_s() - consumer
-
-    def latency(self, n, pause_s):
-        late, trips, message = [], [], np.zeros(SMALL, np.uint8)
-        for _ in range(n):
-            if pause_s:
-                time.sleep(pause_s)
-            message[:8] = np.frombuffer(time.monotonic_ns().to_bytes(8, "little"), np.uint8)
-            start = time.perf_counter_ns()
-            late.append(self.service.ping(message))
-            trips.append(time.perf_counter_ns() - start)
-        return late, trips
-
-    def close(self):
-        self.service.close()
 
 
 def open_peer(kind, name, nbytes):

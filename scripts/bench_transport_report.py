@@ -12,7 +12,7 @@ CODEC = "ours, straight into the slot, to packed columns"
 
 
 def verdicts(results):
-    """One {what, found, wanted, verdict} for each target whose rows are there; verdict is "met", "missed" or "shown"."""
+    """One {what, found, wanted, verdict} for each target whose rows are there; "met", "missed" or "shown"."""
     made = []
 
     def add(what, values, wanted=None, at_least=True, digits=2):
@@ -52,7 +52,11 @@ def _throughput(rows, short, add, made):
     if OURS not in rows:
         return
     add(f"{short}, of memcpy", rows[OURS][1], 0.8)
-    best = max((name for name in rows if name != OURS), key=lambda name: statistics.median(rows[name][1]), default=None)
+    best = max(
+        (name for name in rows if name not in (OURS, BARE)),
+        key=lambda name: statistics.median(rows[name][1]),
+        default=None,
+    )
     if best is not None:
         # Of memcpy, not GB/s: each round against the copy right before it, so that the machine's drift is out.
         add(f"{short}, over the best peer ({best})", _over(rows[OURS][1], rows[best][1]), 1)

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from mps_trainer.transport.ring import RingWriter, feed_ring
 from mps_trainer.transport.room import Backpressure, Room
 from mps_trainer.transport.segment import Segment, new_header
 from mps_trainer.transport.semaphores import Doorbell, WakeUp
-from mps_trainer.transport.small import SmallEncoder
+from mps_trainer.transport.small import SmallEncoder, place
 from mps_trainer.transport.standing import Standing
 from mps_trainer.transport.sweep import create_segment
 
@@ -114,10 +115,10 @@ class OperatorChannel:
         when the sidecar has refused this channel, or when the segment was removed before a sidecar came.
         """
         small = None if self._small is None else self._small.encode(rows)
-        if small is not None and len(small[1]) <= self._writer.ring.capacity and small[0] <= self._max_rows:
+        if small is not None and small[0] <= self._max_rows and small[1] <= self._writer.ring.capacity:
             with self._sending:
                 self._check_open()
-                return self._send_small(*small, request_id, want_scores)
+                return self._send_whole(*small, request_id, want_scores)
         measured = self._codec.measure(rows)
         with self._sending:
             self._check_open()
@@ -185,11 +186,13 @@ class OperatorChannel:
             raise TransportError(f"channel {self.name} is closed", "create a new channel")
         self._standing.check()
 
-    def _send_small(self, num_rows: int, payload: bytes, request_id: int, want_scores: bool) -> SendResult:
-        """One record whose bytes are ready: what `_send_parts` does, without what only large batches need."""
+    def _send_whole(
+        self, num_rows: int, nbytes: int, payload: bytes | list[Any], request_id: int, want_scores: bool
+    ) -> SendResult:
+        """One record whose bytes are ready: what `_send_parts` does, without what only batches of many rows need."""
         if want_scores:
             self._inbox.expect(request_id, 1, num_rows)
-        slot, evicted, nbytes = self._writer.known_free, 0, len(payload)
+        slot, evicted = self._writer.known_free, 0
         if slot is None:
             deadline = time.monotonic() + self._block_timeout_s
             slot, evicted = self._room.find(self._writer.next_seq, deadline, self._bell, self.sidecar_alive)
@@ -199,7 +202,10 @@ class OperatorChannel:
         if slot is not None:
             memory, seq, at = self.segment.memory, self._writer.next_seq, self._writer.ring.offset(slot)
             flags = FLAG_WANT_SCORES if want_scores else 0
-            memory[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + nbytes] = payload
+            if isinstance(payload, bytes):
+                memory[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + nbytes] = payload
+            else:
+                place(payload, self._mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + nbytes])
             memory[at : at + RECORD_HEADER_BYTES] = pack_whole(
                 self._generation, seq, nbytes, request_id, num_rows, flags
             )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mps_trainer.columns import Array, Column, PackedBatch, PackedColumn
 from mps_trainer.errors import CorruptRecordError
 from mps_trainer.transport.arrow import MAX_ELEMENTS, NUM_ROWS, BatchLayout, Bytes, Message, element_dtype
-from mps_trainer.transport.small import MAX_BYTES, MAX_KNOWN, MAX_ROWS
+from mps_trainer.transport.small import MAX_KNOWN, MAX_ROWS
 
 _UINT8, _INT32 = np.dtype(np.uint8), np.dtype(np.int32)
 
@@ -44,7 +44,7 @@ class Decoder:
     def __init__(self, columns: Sequence[Column], layout: BatchLayout) -> None:
         self._layout = layout
         self._plans = [_Plan.of(column) for column in columns]
-        # Metadata of small batches that was found to be right, byte for byte, and what it says.
+        # Metadata of batches of few rows that was found to be right, byte for byte, and what it says.
         self._known: dict[bytes, tuple[int, Message]] = {}
 
     def decode(self, buffer: Any) -> PackedBatch:
@@ -83,7 +83,7 @@ class Decoder:
                 "the metadata of the batch is not what its columns make", "check that both sides run the same version"
             )
         checked = int(words[NUM_ROWS]), message
-        if raw.nbytes <= MAX_BYTES:
+        if checked[0] <= MAX_ROWS:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             self._known[metadata] = checked

@@ -40,7 +40,9 @@ _LOOK_S = 0.25
 def _encode(values: npt.NDArray[np.float32]) -> bytes:
     """One reply's payload."""
     small = _SMALL.encode({"score": values})
-    return encode_batch({"score": values}, REPLY_COLUMNS) if small is None else small[1]
+    if small is not None and isinstance(small[2], bytes):
+        return small[2]
+    return encode_batch({"score": values}, REPLY_COLUMNS)
 
 
 def max_reply_rows(settings: RingSettings) -> int:
