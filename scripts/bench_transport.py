@@ -30,6 +30,8 @@ from bench_transport_services import SERVICES
 
 from mps_trainer.transport import SidecarHub
 
+#: No new round of latency for a peer that has taken so long.
+PATIENCE_S = 12.0
 MIB16 = 16 * 2**20
 
 
@@ -77,7 +79,11 @@ def latency_rows(peers, pings, rounds):
         n = pings if kind is LinkPeer else pings // 5
         peer.latency(n // 5, 0)
         row = {"hot": [], "hot_rtt": [], "idle": [], "idle_rtt": []}
+        began = time.monotonic()
         for _ in range(rounds):
+            if row["hot"] and time.monotonic() - began > PATIENCE_S:
+                print(f"  {name}: slow, {len(row['hot'])} rounds only", flush=True)
+                break
             for key, pause_s, count in (("hot", 0, n), ("idle", 0.002, n // 5)):
                 late, trips = peer.latency(count, pause_s)
                 for label, values in ((key, late), (f"{key}_rtt", trips)):

@@ -140,7 +140,7 @@ class IceoryxIn:
 
     def receive(self):
         while (sample := self.port.receive()) is None:
-            self.listener.timed_wait(self.iox2.Duration.from_secs(1))
+            self.listener.timed_wait(self.iox2.Duration.from_millis(50))
         self.sample = sample
         payload = sample.payload()
         size = payload.len() if callable(payload.len) else payload.len

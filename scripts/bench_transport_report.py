@@ -9,6 +9,15 @@ BIG, BATCH = "16 MiB of random bytes", "the batch, Arrow bytes"
 OURS, BARE = "ring", "ring (bare link, no API)"
 RAY, FASTAPI, UNIX = "ray put/get", "fastapi", "unix socket"
 CODEC = "ours, straight into the slot, to packed columns"
+HOW_TO_READ = (
+    '* "ring" is the product, `OperatorChannel.send` to `SidecarHub.receive` and release: codec, checks, leases and',
+    "  counters. Its round trip is that of scores; a small message is one row of one ragged column.",
+    '* "ring (bare link, no API)" is its protocol alone. The other links carry raw bytes without codec, checks or leases:',
+    "  that is the row to compare them with.",
+    "* What the API adds is processor time for each message: much beside 1 KiB, little beside a batch of 8 MB.",
+    "* End to end, where the codec is the same for everybody, a Unix socket is not far behind: most of the time is",
+    "  encoding, decoding and reading.",
+)
 
 
 def verdicts(results):
@@ -94,7 +103,8 @@ def report(results, where):
     """Write WHERE.md and WHERE.json."""
     lines = [
         "# Transport benchmark", "", f"`{results['command']}`, {results['machine']}, {results['seconds']} s.",
-        "Medians over rounds (min..max). See the script for what each column means.", "", "## Targets", "",
+        "Medians over rounds (min..max). See the script for what each column means.", "", *HOW_TO_READ, "", "## Targets",
+        "",
         "| what | found | wanted | |", "|---|---|---|---|",
     ]  # fmt: skip
     lines += [f"| {v['what']} | {v['found']} | {v['wanted']} | {v['verdict']} |" for v in results["verdicts"]] + [""]

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +51,7 @@ def max_reply_rows(settings: RingSettings) -> int:
     return (settings.reply_slot_bytes - RECORD_HEADER_BYTES - _CODEC.layout.slack_bytes) // 4
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """The answer to one request.
 
     Attributes:
@@ -241,13 +241,14 @@ class ReplyOutbox:
             at = self._writer.ring.offset(slot)
             self._segment.memory[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + nbytes] = payload
             seq = self._writer.next_seq
-            header = request._replace(
-                kind=KIND_SCORES, seq=seq, payload_bytes=nbytes, payload_crc=None,
-                model_version=model_version, sent_ns=time.monotonic_ns(), sidecar_ns=sidecar_ns,
+            header = RecordHeader(
+                KIND_SCORES, seq, nbytes, request.request_id, request.part, request.parts, request.first_row,
+                request.num_rows, request.want_scores, None, model_version, time.monotonic_ns(), sidecar_ns,
             )  # fmt: skip
             self._segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self._segment.header.generation)
             if not self._writer.commit(slot, seq):
                 return False
+            # Before the bookkeeping: an operator waits.
+            self._wake.post()
         self._counters.replies_sent += 1
-        self._wake.post()
         return True
