@@ -12,8 +12,8 @@ CODEC = "ours, straight into the slot, to packed columns"
 HOW_TO_READ = (
     '* "ring" is the product, `OperatorChannel.send` to `SidecarHub.receive` and release: codec, checks, leases and',
     "  counters. Its round trip is that of scores; a small message is one row of one ragged column.",
-    '* "ring (bare link, no API)" is its protocol alone. The other links carry raw bytes without codec, checks or leases:',
-    "  that is the row to compare them with.",
+    '* "ring (bare link, no API)" is its protocol alone. The other links carry raw bytes without codec, checks or',
+    "  leases: that is the row to compare them with.",
     "* What the API adds is processor time for each message: much beside 1 KiB, little beside a batch of 8 MB.",
     "* End to end, where the codec is the same for everybody, a Unix socket is not far behind: most of the time is",
     "  encoding, decoding and reading.",
@@ -101,12 +101,9 @@ def _latency(rows, add):
 
 def report(results, where):
     """Write WHERE.md and WHERE.json."""
-    lines = [
-        "# Transport benchmark", "", f"`{results['command']}`, {results['machine']}, {results['seconds']} s.",
-        "Medians over rounds (min..max). See the script for what each column means.", "", *HOW_TO_READ, "", "## Targets",
-        "",
-        "| what | found | wanted | |", "|---|---|---|---|",
-    ]  # fmt: skip
+    lines = ["# Transport benchmark", "", f"`{results['command']}`, {results['machine']}, {results['seconds']} s."]
+    lines += ["Medians over rounds (min..max). See the script for what each column means.", "", *HOW_TO_READ, ""]
+    lines += ["## Targets", "", "| what | found | wanted | |", "|---|---|---|---|"]
     lines += [f"| {v['what']} | {v['found']} | {v['wanted']} | {v['verdict']} |" for v in results["verdicts"]] + [""]
     for title in (BIG, BATCH):
         lines += [f"## Throughput: {title}", "", "| peer | GB/s | of memcpy | writer CPU s/GB | reader CPU s/GB |"]

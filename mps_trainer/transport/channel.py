@@ -190,14 +190,13 @@ class OperatorChannel:
         self, num_rows: int, nbytes: int, payload: bytes | list[Any], request_id: int, want_scores: bool
     ) -> SendResult:
         """One record whose bytes are ready: what `_send_parts` does, without what only batches of many rows need."""
-        if want_scores:
-            self._inbox.expect(request_id, 1, num_rows)
         slot, evicted = self._writer.known_free, 0
         if slot is None:
             deadline = time.monotonic() + self._block_timeout_s
             slot, evicted = self._room.find(self._writer.next_seq, deadline, self._bell, self.sidecar_alive)
         if want_scores:
-            self._inbox.collect()
+            # Between finding the slot and using it, as in `_send_parts`.
+            self._inbox.expect(request_id, 1, num_rows, collect=True)
         sent = False
         if slot is not None:
             memory, seq, at = self.segment.memory, self._writer.next_seq, self._writer.ring.offset(slot)

@@ -107,14 +107,17 @@ class ReplyInbox:
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         self._changed = threading.Condition()
         self._sleeper = False
+        self._waiting = 0
         self._closed = False
 
-    def expect(self, request_id: int, parts: int, num_rows: int) -> None:
-        """Note that a request goes out; its replies are kept from now on."""
+    def expect(self, request_id: int, parts: int, num_rows: int, *, collect: bool = False) -> None:
+        """Note that a request goes out; its replies are kept from now on. With `collect` as `collect` does, too."""
         with self._changed:
             self._pending[request_id] = _Pending(parts, num_rows)
             while len(self._pending) > _MAX_PENDING:
                 self._pending.popitem(last=False)
+            if collect:
+                self._sort_arrivals()
 
     def collect(self) -> None:
         """Fetch what has arrived without waiting, so that the reply ring has room for more."""
@@ -158,7 +161,11 @@ class ReplyInbox:
 
     def _sleep(self, timeout_s: float) -> None:
         if self._sleeper:
-            self._changed.wait(timeout_s)
+            self._waiting += 1
+            try:
+                self._changed.wait(timeout_s)
+            finally:
+                self._waiting -= 1
             return
         self._sleeper = True
         self._changed.release()
@@ -167,7 +174,8 @@ class ReplyInbox:
         finally:
             self._changed.acquire()
             self._sleeper = False
-            self._changed.notify_all()
+            if self._waiting or self._closed:
+                self._changed.notify_all()
 
     def _sort_arrivals(self) -> None:
         while self._reader.peek() is not None:
@@ -213,7 +221,8 @@ class ReplyInbox:
             self._counters.replies_late += 1
             return
         pending.arrived[header.part] = (header, values)
-        self._changed.notify_all()
+        if self._waiting:
+            self._changed.notify_all()
 
 
 class ReplyOutbox:
