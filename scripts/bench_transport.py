@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare this project's shared-memory ring with what people use today, all in one run on one machine.
 
-    python scripts/bench_transport.py [--quick] [--pin 2,4] [--only ring,unix] [--json F] [--out docs/results/transport]
+    python scripts/bench_transport.py [--quick] [--pin A,B|auto] [--only ring,unix] [--json F] [--out docs/results/transport]
 
 Throughput: the reader reads every byte and its sum is checked. A copy of the same bytes into pre-faulted shared memory
 is timed right before each round ("of memcpy"), since the memory bandwidth of a shared machine drifts. Latency: 1 KiB
@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_transport_links import LINKS, new_address
-from bench_transport_machine import DEPTH, PINS, Memcpy, cpu_s, machine, spread, writer_on_its_core
+from bench_transport_machine import DEPTH, PINS, Memcpy, choose_cores, cpu_s, machine, spread, writer_on_its_core
 from bench_transport_peers import SMALL, LinkPeer, ServicePeer
 from bench_transport_report import report, verdicts
 from bench_transport_services import SERVICES
@@ -150,19 +150,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds: about a minute")
     parser.add_argument("--only", default="", help="comma-separated peers, or how their names begin")
-    parser.add_argument("--pin", default="", metavar="A,B", help="writer on core A, reader on core B; not the services")
+    parser.add_argument(
+        "--pin", default="", metavar="A,B", help="writer on core A, reader on B, or auto; not the services"
+    )
     parser.add_argument("--json", type=Path, default=None, help="write all samples and verdicts to this file")
     parser.add_argument("--out", type=Path, default=None, help="write OUT.md and OUT.json")
     options = parser.parse_args()
     if options.pin:
-        PINS[:] = map(int, options.pin.split(","))
+        PINS[:] = choose_cores(options.pin)
     rounds, pings = (2, 300) if options.quick else (5, 1500)
     peers = {**dict.fromkeys(LINKS, LinkPeer), **dict.fromkeys(SERVICES, ServicePeer)}
     if options.only:
         peers = {name: kind for name, kind in peers.items() if name.startswith(tuple(options.only.split(",")))}
     rng, began = np.random.default_rng(1), time.monotonic()
     raw = [rng.integers(0, 256, MIB16, dtype=np.uint8) for _ in range(4)]
-    pinned = f", writer and reader pinned to cores {options.pin}" if options.pin else ""
+    pinned = f", writer and reader pinned to cores {PINS[0]} and {PINS[1]}" if options.pin else ""
     results = {"machine": machine() + pinned, "command": " ".join(["python", *sys.argv])}
     for title, arrays in (("16 MiB of random bytes", raw), ("the batch, Arrow bytes", batch_bytes())):
         print(f"{title}: {arrays[0].nbytes / 1e6:.2f} MB", flush=True)

@@ -28,6 +28,30 @@ def cpu_s():
     return usage.ru_utime + usage.ru_stime
 
 
+def choose_cores(wanted):
+    """ "A,B" as two core numbers; "auto": two physical cores that share a cache, so that no two threads of one core
+    play both ends. Where that cannot be read, the first and the last that this process may use."""
+    if wanted != "auto":
+        return [int(core) for core in wanted.split(",")]
+    allowed = sorted(os.sched_getaffinity(0))
+    first = allowed[len(allowed) // 2]  # not the first core, which serves most interrupts
+    for core in allowed:
+        if core != first and _beside(first, core):
+            return [first, core]
+    return [first, allowed[-1] if allowed[-1] != first else allowed[0]]
+
+
+def _beside(one, other):
+    cpu = "/sys/devices/system/cpu/cpu{}/{}"
+    try:
+        siblings = Path(cpu.format(one, "topology/thread_siblings_list")).read_text()
+        theirs = Path(cpu.format(other, "topology/thread_siblings_list")).read_text()
+        shared = Path(cpu.format(one, "cache/index3/shared_cpu_list")).read_text()
+        return siblings != theirs and shared == Path(cpu.format(other, "cache/index3/shared_cpu_list")).read_text()
+    except OSError:
+        return False
+
+
 def pin(core):
     """Keep the calling thread on one core; None leaves it where the scheduler puts it.
 

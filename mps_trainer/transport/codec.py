@@ -110,7 +110,7 @@ class Codec:
         its column.
         """
         head = self.layout.metadata_bytes
-        out[:head] = message.words.view(np.uint8)
+        out[:head] = np.frombuffer(message.metadata, np.uint8)
         end = head
         for column, part, span in zip(self.columns, measured.prepared, message.spans, strict=True):
             if part.ends is not None:

@@ -56,14 +56,14 @@ class Decoder:
             values: Array = raw[span.values_at : span.values_at + span.values_bytes]
             if plan.dtype is not _UINT8:
                 values = values.view(plan.dtype)
-            if plan.is_bool and span.count and values.view(_UINT8).max() > 1:
+            if plan.is_bool and span.num_elements and values.view(_UINT8).max() > 1:
                 raise CorruptRecordError(f"column {plan.name!r} holds bytes that are no bool")
             if plan.width:
                 values = values.reshape(num_rows, plan.width)
             offsets = None
             if span.offsets_at >= 0:
                 offsets = raw[span.offsets_at : span.offsets_at + 4 * (num_rows + 1)].view(_INT32)
-                _check_offsets(plan, offsets, span.count)
+                _check_offsets(plan, offsets, span.num_elements)
             columns[plan.name] = PackedColumn(values, offsets, plan.is_text)
         return PackedBatch(columns, num_rows)
 
@@ -76,26 +76,26 @@ class Decoder:
         metadata = raw[:head].tobytes()
         if (known := self._known.get(metadata)) is not None and known[1].nbytes == raw.nbytes:
             return known
-        words = np.frombuffer(metadata, np.int64)
+        words = self._layout.words.unpack(metadata)
         message = self._expected(words)
-        if message is None or message.nbytes != raw.nbytes or not np.array_equal(message.words, words):
+        if message is None or message.nbytes != raw.nbytes or message.metadata != metadata:
             raise CorruptRecordError(
                 "the metadata of the batch is not what its columns make", "check that both sides run the same version"
             )
-        checked = int(words[NUM_ROWS]), message
+        checked = words[NUM_ROWS], message
         if checked[0] <= MAX_ROWS:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             self._known[metadata] = checked
         return checked
 
-    def _expected(self, words: npt.NDArray[np.int64]) -> Message | None:
-        num_rows = int(words[NUM_ROWS])
+    def _expected(self, words: Sequence[int]) -> Message | None:
+        num_rows = words[NUM_ROWS]
         if not 0 <= num_rows <= MAX_ELEMENTS:
             return None
         totals = [0] * len(self._plans)
         for position, word, item_bytes in self._layout.variable:
-            totals[position] = int(words[word]) // item_bytes
+            totals[position] = words[word] // item_bytes
             if not 0 <= totals[position] <= MAX_ELEMENTS:
                 return None
         # Not the message itself before its size is known to be sane: the numbers are from outside.

@@ -63,7 +63,7 @@ class SmallEncoder:
         key = (num_rows, *totals)
         metadata = self._metadata.get(key)
         if metadata is None:
-            metadata = self._layout.message(num_rows, totals).words.tobytes()
+            metadata = self._layout.message(num_rows, totals).metadata
             if len(self._metadata) >= MAX_KNOWN:
                 self._metadata.clear()
             self._metadata[key] = metadata
