@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare this project's shared-memory ring with what people use today, all in one run on one machine.
 
-    python scripts/bench_transport.py [--quick] [--pin A,B|auto] [--only ring,unix] [--json F] [--out docs/results/transport]
+    python scripts/bench_transport.py [--quick] [--pin A,B] [--only ring,unix] [--json F] [--out docs/results/transport]
 
 Throughput: the reader reads every byte and its sum is checked. A copy of the same bytes into pre-faulted shared memory
 is timed right before each round ("of memcpy"), since the memory bandwidth of a shared machine drifts. Latency: 1 KiB

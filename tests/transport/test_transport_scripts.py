@@ -1,4 +1,4 @@
-"""Short runs of the scripts that kill, fuzz and soak the transport."""
+"""Short runs of the scripts that kill, fuzz, soak and measure the transport."""
 
 import subprocess
 import sys
@@ -16,6 +16,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
         (["kill_transport.py", "random", "--trials", "60"], "60 trials"),
         (["fuzz_transport.py", "--cases", "10000", "--seed", "7"], "10000 cases"),
         (["soak_transport.py", "--minutes", "0.1", "--kill-every", "0.4"], "flat"),
+        (["bench_transport.py", "--quick", "--only", "ring", "--pin", "auto"], "idle reader"),
     ],
 )
 def test_a_short_run_finds_nothing(arguments, says, tmp_path):
