@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import layout, names
-from mps_trainer.transport.codec import Bytes, Codec
+from mps_trainer.transport.arrow import Bytes
+from mps_trainer.transport.codec import Codec
 from mps_trainer.transport.counters import HubCounters, Mirror
 from mps_trainer.transport.delivery import Delivery
 from mps_trainer.transport.layout import LOCK_OPERATOR_LIFE, LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES
@@ -66,6 +67,7 @@ class AttachedChannel:
             )
         self.counters.recovered = recovered
         self._outbox = ReplyOutbox(self.segment, self._reply_wake, self.counters)
+        self._generation = header.generation
         self._mapped: Bytes = np.frombuffer(self.segment.readonly, np.uint8)
         self._mirror = Mirror(self.segment, layout.SIDECAR_COUNTERS, self.counters)
         self._retired: deque[int] = deque()
@@ -97,6 +99,10 @@ class AttachedChannel:
     def backlog(self) -> int:
         """Slots that are not free: ready, being read, or held by views."""
         return self.reader.ring.num_slots - self.reader.ring.count(FREE)
+
+    def has_ready(self) -> bool:
+        """Whether a record is ready, as a hint."""
+        return self.reader.ready() and not self._is_stuck()
 
     def ready_since(self) -> int | None:
         """When the oldest ready record was sent (CLOCK_MONOTONIC, ns), as a hint; None when there is none."""
@@ -130,8 +136,7 @@ class AttachedChannel:
         """See `Lessor.free`."""
         with self._freeing:
             self.counters.released += 1
-            self._to_free.append(slot)
-            self._free_pending()
+            self._free(slot)
             self._mirror.store()
 
     def linger(self, slot: int) -> None:
@@ -186,23 +191,28 @@ class AttachedChannel:
         # The truth of 0.0 first: this is on the way of every look, and a channel is hardly ever stuck.
         return bool(self.stuck_until) and time.monotonic() < self.stuck_until
 
+    def _free(self, slot: int) -> bool:
+        """Give a slot back, or keep it in mind when the operator is stopped in the mutex: then False."""
+        released = self.reader.release(slot)
+        if released is Released.STUCK:
+            self._to_free.append(slot)
+            self.stuck_until = time.monotonic() + STUCK_S
+            return False
+        if released is Released.WAKE:
+            self._space.post()
+        return True
+
     def _free_pending(self) -> None:
         for _ in range(len(self._to_free)):
-            slot = self._to_free.popleft()
-            released = self.reader.release(slot)
-            if released is Released.STUCK:
-                self._to_free.append(slot)
-                self.stuck_until = time.monotonic() + STUCK_S
+            if not self._free(self._to_free.popleft()):
                 return
-            elif released is Released.WAKE:
-                self._space.post()
 
     def _lend(self, slot: int, seq: int) -> Delivery:
         ring = self.reader.ring
         at = ring.offset(slot)
         header = unpack_record(
             self._mapped[at : at + RECORD_HEADER_BYTES].tobytes(),
-            generation=self.segment.header.generation,
+            generation=self._generation,
             seq=seq,
             capacity=ring.capacity,
             kind=KIND_BATCH,

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from mps_trainer.columns import PackedBatch
 from mps_trainer.errors import ExperienceError, TransportError
-from mps_trainer.transport.codec import Bytes
+from mps_trainer.transport.arrow import Bytes
 from mps_trainer.transport.record import RecordHeader
 
 
@@ -57,12 +57,18 @@ class Delivery:
         `sent_ns`, `channel`, `seq`.
     """
 
+    __slots__ = (
+        "__weakref__", "_base", "_batch", "_claimed_ns", "_held", "_lessor", "_payload", "_released", "_slot", "header",
+    )  # fmt: skip
+
     def __init__(self, lessor: Lessor, slot: int, header: RecordHeader, base: Bytes, batch: PackedBatch) -> None:
         self.header = header
         self._lessor = lessor
         self._slot = slot
         self._base: weakref.ref[Bytes] = weakref.ref(base)
-        self._payload: memoryview | None = memoryview(base)  # type: ignore[arg-type]
+        # Held until the release; its memoryview is made when somebody asks for it.
+        self._held: Bytes | None = base
+        self._payload: memoryview | None = None
         self._batch: PackedBatch | None = batch
         self._claimed_ns = time.monotonic_ns()
         self._released = False
@@ -78,8 +84,10 @@ class Delivery:
     @property
     def payload(self) -> memoryview:
         """The record's bytes, read-only: one Arrow record batch message. After `release` this raises TransportError."""
-        if self._payload is None or self._lessor.closed:
+        if self._held is None or self._lessor.closed:
             raise self._gone()
+        if self._payload is None:
+            self._payload = memoryview(self._held)  # type: ignore[arg-type]
         return self._payload
 
     def reply(self, values: npt.NDArray[Any], model_version: int) -> bool:
@@ -131,7 +139,7 @@ class Delivery:
             self._readers.pop()
         self._released = True
         # The memoryview is not released by force: `torch.frombuffer` keeps one without an export that would show.
-        self._payload = self._batch = None
+        self._payload = self._batch = self._held = None
         if self._base() is not None:
             gc.collect()
         base = self._base()

@@ -12,7 +12,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -140,10 +140,15 @@ class SidecarHub:
         if time.monotonic() >= self._next_look:
             self.find_new()
         for channel in self._oldest_first():
-            self._bell.consume()
             # None: its record was evicted meanwhile, or its operator is stopped in the mutex; others must not starve.
-            delivery = channel.receive()
+            try:
+                delivery = channel.receive()
+            except CorruptRecordError:
+                self._bell.consume()
+                raise
             if delivery is not None:
+                # After the claim: a post that comes between them is of a record that the next look will see.
+                self._bell.consume()
                 return delivery
         for channel in self._channels.values():
             if channel.counters.lingering == channel.reader.ring.num_slots:
@@ -225,12 +230,16 @@ class SidecarHub:
             remove_run(self._run_id)
 
     def _any_ready(self) -> bool:
-        return any(channel.ready_since() is not None for channel in self._channels.values())
+        for channel in self._channels.values():  # noqa: SIM110  # on the way of every record: a generator costs more
+            if channel.has_ready():
+                return True
+        return False
 
-    def _oldest_first(self) -> list[AttachedChannel]:
+    def _oldest_first(self) -> Iterable[AttachedChannel]:
+        if len(self._channels) < 2:
+            return self._channels.values()
         ready = [(since, c) for c in self._channels.values() if (since := c.ready_since()) is not None]
-        if len(ready) > 1:
-            ready.sort(key=operator.itemgetter(0))
+        ready.sort(key=operator.itemgetter(0))
         return [channel for _, channel in ready]
 
     def _tidy(self) -> None:
