@@ -58,8 +58,8 @@ class Delivery:
     """
 
     __slots__ = (
-        "__weakref__", "_base", "_batch", "_claimed_ns", "_held", "_lessor", "_payload", "_readers", "_released", "_slot",
-        "header",
+        "__weakref__", "_base", "_batch", "_claimed_ns", "_held", "_lessor", "_payload", "_readers", "_released",
+        "_slot", "header",
     )  # fmt: skip
 
     def __init__(self, lessor: Lessor, slot: int, header: RecordHeader, base: Bytes, batch: PackedBatch) -> None:
