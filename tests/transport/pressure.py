@@ -19,7 +19,7 @@ def writer(run_id, policy, first):
     """Sends numbered records without end and reports what became of each: "<id> <sent> <evicted before it>"."""
 
     def body(report):
-        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure=policy, block_timeout_s=0.003)
+        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure=policy, block_timeout_s=READ_S / 4)
         report("ready")
         request_id = first
         while True:
@@ -119,12 +119,12 @@ def add_up(policy, written, read, rest):
 
 def exact_trial(run_id, policy, rng):
     """The writer lives in this process, so that nothing is open: sent is delivered plus evicted, to the record."""
-    with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure=policy, block_timeout_s=0.003) as channel:
+    with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure=policy, block_timeout_s=READ_S / 4) as channel:
         sent, readers, request_id = [], [], 0
         for _ in range(3):
             readers.append(reader(run_id))
             assert readers[-1].line() == "ready"
-            for _ in range(rng.randrange(5, 40)):
+            for _ in range(rng.randrange(20, 40)):
                 request_id += 1
                 if send(channel, request_id).rows_sent:
                     sent.append(request_id)
