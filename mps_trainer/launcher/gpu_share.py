@@ -45,6 +45,9 @@ class GpuShare:
         device: "cuda:<n>" with NVML's index, or "cuda": the GPU of the first rollout engine.
         memory: bytes of the sidecar's pool; None for the default.
         look: reads the machine; the tests give recorded values.
+
+    Attributes:
+        others_fault: the sidecar that ended last fell to a fatal GPU error that another process caused.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class GpuShare:
         self._sidecar_ready = False
         self._gone = ""
         self._faults_told = 0
+        self.others_fault = False
         self._judged: set[int] = set()
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
@@ -122,14 +126,23 @@ class GpuShare:
                 self._gone = why
             self._guard.notify_all()
 
-    def sidecar_has_ended(self, pid: int) -> str:
-        """Tell engines that the sidecar is gone; names who broke the GPU, if somebody did, for the run's status."""
+    def sidecar_has_ended(self, pid: int, doing: str = "") -> str:
+        """Tell engines that the sidecar is gone; names who broke the GPU, if somebody did, for the run's status.
+
+        Args:
+            doing: what the sidecar was doing when it ended.
+        """
         self.sidecar_is_gone("it has ended", for_good=False)
         faults = self.new_faults()
+        self.others_fault = bool(faults) and all(fault.pid != pid for fault in faults)
+        told = ""
         for fault in faults:
-            who = "the sidecar" if fault.pid == pid else f"process {fault.pid}"
+            who = f"process {fault.pid}"
+            if fault.pid == pid:
+                who += f" (the sidecar{', ' if doing else ''}{doing})"
             log.error("fatal GPU error caused by %s; it ended the clients %s", who, fault.torn_down)
-        return "".join(f"; the MPS server names process {fault.pid} for a fatal GPU error" for fault in faults)
+            told += f"; the MPS server names {who} for a fatal GPU error"
+        return told
 
     def new_faults(self) -> list[GpuFault]:
         """Fatal GPU errors that the server has logged since the last call."""

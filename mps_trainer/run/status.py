@@ -40,6 +40,8 @@ class Status:
         restarts: how often the supervisor started a new sidecar.
         experiences: received from operators; `trained` counts draws from the replay buffer.
         loss, first_loss, auc, first_auc: None before there is one.
+        set_aside: experiences that killed or hung a sidecar and are kept from its successors (`set_aside/`).
+        last_death: how the last sidecar that did not end in order ended, and what it was doing.
         error: the message of a FAILED sidecar, with what to do.
     """
 
@@ -61,6 +63,8 @@ class Status:
     first_auc: float | None = None
     replay_size: int = 0
     memory_bytes: int = 0
+    set_aside: int = 0
+    last_death: str = ""
     error: str = ""
     updated: float = field(default_factory=time.time)
 

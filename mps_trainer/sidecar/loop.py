@@ -12,7 +12,8 @@
 Scores come first and are given by the model as it is, which has not seen these experiences: that makes them an
 honest test too. The loop ends for a signal, for the supervisor's death and when no operator lives (`ending.py`);
 it looks after every record and every step. A slot is released only when its record is in the journal: one whose
-journaling failed stays in the ring for the successor.
+journaling failed stays in the ring for the successor. Before each record and step the file `doing` says what comes;
+what killed a predecessor is set aside (`set_aside.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mps_trainer.columns import PackedBatch
 from mps_trainer.config import Settings
 from mps_trainer.errors import CorruptRecordError
 from mps_trainer.run import RunRecord, State, Status
+from mps_trainer.run.doing import Stage
 from mps_trainer.sidecar.batch_report import BatchReport
 from mps_trainer.sidecar.ending import Ending
 from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
+from mps_trainer.sidecar.noting import Note
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import Learning
 from mps_trainer.transport import Delivery, SidecarHub, decode_batch
@@ -59,6 +63,9 @@ class Sidecar:
         self._ending = ending
         self._metrics = MetricsLog(self._run_dir)
         self._report = BatchReport(self._metrics, self._learner)
+        self._note = Note(self._run_dir, settings.batch_size)
+        self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
+        self._aside = learning.aside
         self._hub = SidecarHub(record.run_id, learning.columns)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._trainer.step
@@ -74,6 +81,7 @@ class Sidecar:
         _log.info("ready: step %d, %d experiences", self._trainer.step, len(self._learner.replay))
         self._metrics.open_tensorboard()
         while not self._ending.check():
+            self._note.waiting()
             if self._behind:
                 self._catch_up(self._ending.is_asked)
             else:
@@ -88,6 +96,7 @@ class Sidecar:
     def close(self, *, unlink: bool = False) -> None:
         """Leave nothing in flight on the device and nothing open; without `unlink` channels stay for a successor."""
         self._trainer.synchronize()
+        self._note.close()
         self._journal.close()
         self._metrics.close()
         self._hub.close(unlink=unlink)
@@ -112,7 +121,10 @@ class Sidecar:
         # It stands there twice when it was delivered again and journaled before the first one was taken.
         if not self._learner.knows(name):
             batch = decode_batch(record[1], self._learning.columns)
-            self._learner.evaluate(batch)
+            if self._aside.takes(name, batch):
+                return
+            self._evaluate(name, batch)
+            self._note.stage(Stage.TAKING)
             self._learner.take(name, batch)
             self._train_due(stop)
 
@@ -135,18 +147,26 @@ class Sidecar:
                 _log.warning("skipped a record: %s", error)
 
     def _take(self, delivery: Delivery) -> None:
+        name = _name(delivery)
+        if self._aside.takes(name, delivery.batch):
+            return
         if delivery.header.want_scores:
             self._score(delivery)
-        name = _name(delivery)
         if self._learner.knows(name):
             return
-        self._learner.evaluate(delivery.batch)
+        self._evaluate(name, delivery.batch)
+        self._note.stage(Stage.TAKING)
         self._journal.append(dataclasses.asdict(name), delivery.payload)
         self._learner.take(name, delivery.batch)
         self._journal.skip()
 
+    def _evaluate(self, name: RecordName, batch: PackedBatch) -> None:
+        self._note.record(Stage.EVALUATING, name, batch, self._trainer.step)
+        self._learner.evaluate(batch)
+
     def _score(self, delivery: Delivery) -> None:
         begin = time.monotonic()
+        self._note.record(Stage.SCORING, _name(delivery), delivery.batch, self._trainer.step)
         scores = self._trainer.score(delivery.batch)
         delivery.reply(scores, self._trainer.step)
         self._report.scored(scores, (time.monotonic() - begin) * 1e3)
@@ -159,6 +179,9 @@ class Sidecar:
         while self._learner.steps_due:
             if stop():
                 return
+            self._aside.before_step(self._learner)
+            if not self._learner.steps_due:
+                break
             begin = time.monotonic()
             loss = self._learner.train_step()
             self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
@@ -225,13 +248,15 @@ class Sidecar:
             if delivery is None:
                 return
             name = _name(delivery)
-            if not self._learner.knows(name):
-                self._journal.append(dataclasses.asdict(name), delivery.payload)
-            if delivery.header.want_scores and not late():
-                self._score(delivery)
+            if not self._aside.takes(name, delivery.batch):
+                if not self._learner.knows(name):
+                    self._journal.append(dataclasses.asdict(name), delivery.payload)
+                if delivery.header.want_scores and not late():
+                    self._score(delivery)
             delivery.release()
 
     def _save(self) -> None:
+        self._note.stage(Stage.SAVING)
         self._learning.save()
         self._saved_at_step = self._trainer.step
 
@@ -243,6 +268,7 @@ class Sidecar:
         for name, value in dataclasses.asdict(self._learner.counters).items():
             setattr(self._status, name, value)
         self._status.version = self._trainer.step
+        self._status.set_aside = self._aside.count
         self._status.replay_size = len(self._learner.replay)
         self._status.memory_bytes = _resident_bytes()
         self._status.save(self._run_dir)

@@ -20,6 +20,7 @@ from mps_trainer.sidecar.journal import Journal
 from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.replay import ReplayBuffer
 from mps_trainer.sidecar.replay_memory import check_replay_memory
+from mps_trainer.sidecar.set_aside import SetAside
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.sidecar.worst_case import worst_case_batch
 from mps_trainer.tasks import load_task, wire_columns
@@ -32,6 +33,7 @@ class Learning:
     """The learner with the two places where its progress is kept.
 
     Attributes:
+        aside: what earlier sidecars died of.
         resumed_from: the step of the checkpoint that it started from; None when there was none.
     """
 
@@ -40,6 +42,7 @@ class Learning:
     journal: Journal
     checkpoint_folder: Path
     keep_checkpoints: int
+    aside: SetAside
     resumed_from: int | None = None
 
     def save(self) -> None:
@@ -112,6 +115,7 @@ def build_learning(record: RunRecord, settings: Settings, shared: SharedGpu | No
         checkpoint_folder=run_dir / "checkpoints",
         keep_checkpoints=settings.keep_checkpoints,
         resumed_from=found.state["step"] if found is not None else None,
+        aside=SetAside(run_dir),
     )
 
 

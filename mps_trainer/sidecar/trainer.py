@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mps_trainer.columns import Array, PackedBatch, PackedColumn
-from mps_trainer.errors import MpsTrainerError, TaskError
+from mps_trainer.errors import GpuFaultError, MpsTrainerError, TaskError
+from mps_trainer.sidecar.gpu.faults import is_gpu_fault
 from mps_trainer.sidecar.optimizer_state import check_saveable
 from mps_trainer.tasks import AuxiliaryTask, TaskBatch
 
@@ -52,15 +53,15 @@ class Trainer:
             batch = TaskBatch.from_packed(packed, self.device)
             loss = self.task.loss(self.model, batch)
             _check_tensor("loss", loss, ())
-        # Reading the number waits for the device: never more than one step is in flight.
-        value = float(loss.item())
+            # Reading the number waits for the device: never more than one step is in flight.
+            value = float(loss.item())
         if not math.isfinite(value):
             raise self._error(f"the loss is {value}", packed, "look at these experiences, or lower learning_rate")
         with self._users_code("optimizer", packed):
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
-        self.synchronize()
+            self.synchronize()
         self.step += 1
         return value
 
@@ -141,14 +142,17 @@ class Trainer:
         # The sidecar handles its signals by itself, so these two come from the task; SystemExit would look like an end
         # that was asked for.
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if is_gpu_fault(error, self.device):
+                raise GpuFaultError(self._words(f"{where} broke the GPU context: {error}", packed)) from error
             todo = f"correct {where} of the task; the traceback is in sidecar.log"
             raise self._error(f"{where} raised {type(error).__name__}: {error}", packed, todo) from error
 
     def _error(self, what: str, packed: PackedBatch | None, todo: str) -> TaskError:
+        return TaskError(self._words(what, packed), todo)
+
+    def _words(self, what: str, packed: PackedBatch | None) -> str:
         message = f"task {type(self.task).__name__}, step {self.step}: {what}"
-        if packed is not None:
-            message += f" (experiences {_ids(packed)})"
-        return TaskError(message, todo)
+        return message if packed is None else f"{message} (experiences {_ids(packed)})"
 
 
 def random_state(device: torch.device) -> list[Tensor]:
