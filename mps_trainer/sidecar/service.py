@@ -128,6 +128,4 @@ def _begin_status(record: RunRecord) -> Status:
         except RunError as error:
             # Replaced at once: a damaged picture of a predecessor is no reason to have no sidecar.
             _log.warning("%s", error)
-    return Status(
-        run_id=record.run_id, pid=os.getpid(), device=record.device, restarts=restarts, last_death=last_death
-    )
+    return Status(run_id=record.run_id, pid=os.getpid(), device=record.device, restarts=restarts, last_death=last_death)

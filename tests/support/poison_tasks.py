@@ -91,5 +91,3 @@ def rows(eids: list[str], marked: str = "") -> dict[str, object]:
 
     reward = np.array([-1.0 if eid == marked else 1.0 for eid in eids], np.float32)
     return {"eid": eids, "group": ["t"] * len(eids), "reward": reward}
-
-
