@@ -57,11 +57,13 @@ class Autopsy:
         if others_fault:
             return f"; it was {found}, which is not to blame"
         at_once = hung or code in _OWN_CRASHES or (code > 0 and code != exit_codes.CRASHED)
-        verdict = self._count(found, found.subject, "it hung" if hung else self._cause(code), at_once)
+        cause = "it hung" if hung else self._cause(code)
+        verdict = self._count(found, found.subject, cause, at_once)
+        why = f" ({cause.splitlines()[0]})" if code == exit_codes.GPU_FAULT else ""
         if not verdict.condemned:
             return f"; it was {found}: set aside if that happens again"
         log.error("set aside after %d deaths: %s", verdict.deaths, found)
-        return f"; it was {found}: set aside"
+        return f"{why}; it was {found}: set aside"
 
     def _count(self, found: Doing, subject: Subject, cause: str, at_once: bool) -> Verdict:
         verdicts = load_verdicts(self._run_dir)

@@ -12,7 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from mps_trainer.run.doing import read_beat, read_doing
+from mps_trainer.run.doing import read_beat
 
 log = logging.getLogger("mps_trainer.supervisor")
 
@@ -57,8 +57,7 @@ class Watchdog:
             return ""
         self.found = True
         self._dump_stacks(child)
-        doing = read_doing(self._run_dir)
-        return f"it hung for {self._silent_s:.0f} s (hang_timeout) {doing}; its stacks are in sidecar.log"
+        return f"it hung for {self._silent_s:.0f} s (hang_timeout); its stacks are in sidecar.log"
 
     def grace_s(self, usual_s: float) -> float:
         """How long to wait after SIGTERM."""

@@ -64,7 +64,7 @@ def kept(run: RunHandle) -> list[dict[str, Any]]:
 def test_the_batch_is_set_aside_and_named_and_later_ones_are_trained_on(
     poisoned: Callable[..., RunHandle], task: str, where: str, cause: str
 ) -> None:
-    run = poisoned(task, where, hang_timeout="2s", steps_per_batch=2, batch_size=8)
+    run = poisoned(task, where, hang_timeout="4s", steps_per_batch=2, batch_size=8)
     deaths = 2 if task == "KilledFromOutside" else 1
     with open_channel(run) as channel:
         channel.send(rows(["good1", "good2"]), request_id=1, want_scores=True)
