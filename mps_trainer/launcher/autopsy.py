@@ -59,7 +59,7 @@ class Autopsy:
         at_once = hung or code in _OWN_CRASHES or (code > 0 and code != exit_codes.CRASHED)
         cause = "it hung" if hung else self._cause(code)
         verdict = self._count(found, found.subject, cause, at_once)
-        why = f" ({cause.splitlines()[0]})" if code == exit_codes.GPU_FAULT else ""
+        why = f" ({cause.splitlines()[0].partition(' (experiences')[0]})" if code == exit_codes.GPU_FAULT else ""
         if not verdict.condemned:
             return f"; it was {found}: set aside if that happens again"
         log.error("set aside after %d deaths: %s", verdict.deaths, found)

@@ -1,7 +1,7 @@
 """`python -m mps_trainer.launcher.supervisor`: the small process that keeps one sidecar alive.
 
     start > READY within ready_timeout > watch --- killed ----------------> RESTARTING (backoff) > start
-                                           |------ silent for hang_timeout -> stacks, SIGTERM, drain, SIGSTOP, SIGKILL > RESTARTING
+                                           |------ silent for hang_timeout > stacks, a safe end > RESTARTING
                                            |------ exit 0, STOPPED (idle) -> end
                                            |------ task error, bad config > FAILED > end; the rollout goes on
                                            |------ exit 0 otherwise ------> FAILED > end; it was the task's doing

@@ -53,7 +53,11 @@ class Watchdog:
             return ""
         self._silent_s += min(now - self._looked, _LONGEST_LOOK_S)
         self._looked = now
-        if hold or self._silent_s < self._limit_s or _is_stopped(child.pid):
+        if hold or self._silent_s < self._limit_s:
+            return ""
+        if _is_stopped(child.pid):
+            # When it goes on it gets the whole time again.
+            self._silent_s = 0.0
             return ""
         self.found = True
         self._dump_stacks(child)

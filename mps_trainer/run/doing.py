@@ -118,11 +118,12 @@ class DoingFile:
     def __init__(self, run_dir: Path, most_ids: int) -> None:
         self._room = min(4096 + 208 * most_ids, _LARGEST_SLOT)
         self._slot = 0
+        self._stage = Stage.WAITING
         self._descriptor = -1
         with contextlib.suppress(OSError):
             self._descriptor = os.open(run_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(self._descriptor, 0, _SLOTS_AT + 2 * self._room)
-        self.stage(Stage.WAITING)
+        self.beat()
 
     def begin(self, step: int, record: RecordRef | None, offsets: bytes, text: bytes) -> None:
         """Name a new subject; `stage` says what happens to it.
@@ -144,7 +145,12 @@ class DoingFile:
 
     def stage(self, stage: Stage) -> None:
         """What happens now, to the subject named last; this is a beat too."""
-        self._write(_HEADER.pack(_MAGIC, stage, self._slot, time.monotonic_ns()), 0)
+        self._stage = stage
+        self.beat()
+
+    def beat(self) -> None:
+        """Still at it."""
+        self._write(_HEADER.pack(_MAGIC, self._stage, self._slot, time.monotonic_ns()), 0)
 
     def close(self) -> None:
         """Close the file; it stays, for the supervisor. Calling it again does nothing."""

@@ -65,6 +65,7 @@ class Sidecar:
         self._report = BatchReport(self._metrics, self._learner)
         self._note = Note(self._run_dir, settings.batch_size)
         self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
+        self._trainer.on_part = self._note.beat
         self._aside = learning.aside
         self._hub = SidecarHub(record.run_id, learning.columns)
         ending.listen(self._hub.wake)

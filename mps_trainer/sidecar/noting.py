@@ -20,6 +20,7 @@ class Note:
     def __init__(self, run_dir: Path, batch_size: int) -> None:
         self._file = DoingFile(run_dir, batch_size)
         self.stage = self._file.stage
+        self.beat = self._file.beat
         self.close = self._file.close
 
     def waiting(self) -> None:

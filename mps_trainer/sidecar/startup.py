@@ -26,6 +26,8 @@ from mps_trainer.sidecar.worst_case import worst_case_batch
 from mps_trainer.tasks import load_task, wire_columns
 
 _log = logging.getLogger(__name__)
+# Of worst-case steps; on a machine that the rollout keeps busy a step takes longer than at the start.
+_STEPS_IN_HANG_TIMEOUT = 4
 
 
 @dataclass
@@ -92,10 +94,16 @@ def build_learning(record: RunRecord, settings: Settings, shared: SharedGpu | No
     begin = time.monotonic()
     worst = worst_case_batch(columns, settings.batch_size)
     if shared is not None:
-        shared.secure(lambda: trainer.dry_step(worst))
+        seconds = shared.secure(lambda: trainer.dry_step(worst)).step_ms / 1e3
     else:
         trainer.dry_step(worst)
-    _log.info("worst-case step of %d experiences in %.0f ms", settings.batch_size, (time.monotonic() - begin) * 1e3)
+        seconds = time.monotonic() - begin
+    _log.info("worst-case step of %d experiences in %.0f ms", settings.batch_size, seconds * 1e3)
+    if settings.hang_timeout and seconds > settings.hang_timeout / _STEPS_IN_HANG_TIMEOUT:
+        _log.warning(
+            "the worst-case step takes %.1f s; a sidecar that is silent for hang_timeout, %g s, is restarted: raise it",
+            seconds, settings.hang_timeout,
+        )  # fmt: skip
     learner = Learner(trainer, ReplayBuffer(columns, settings.replay_capacity, settings.seed), settings)
     run_dir = Path(record.run_dir)
     found = load_newest(run_dir / "checkpoints", trainer)

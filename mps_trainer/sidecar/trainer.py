@@ -7,7 +7,7 @@ and the ids of the experiences, and is never taken for a fault of the sidecar.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,9 @@ class Trainer:
         batch_size: the most experiences in one pass through the model; more are split, never a larger allocation.
         seed: torch's seed, set just before the model is built.
         device: where the model lives.
+
+    Attributes:
+        on_part: called before each pass of scoring and evaluating: a large record takes many.
     """
 
     def __init__(self, task: AuxiliaryTask, batch_size: int, seed: int, device: str = "cpu") -> None:
@@ -40,6 +43,7 @@ class Trainer:
         self.device = torch.device(device)
         self.batch_size = batch_size
         self.step = 0
+        self.on_part: Callable[[], object] = lambda: None
         torch.manual_seed(seed)
         with self._users_code("build_model"):
             self.model = task.build_model().to(self.device)
@@ -69,6 +73,7 @@ class Trainer:
         """(n,) float32: one score for each experience. TaskError when the shape is wrong or one is not finite."""
         scores = np.empty(packed.num_rows, np.float32)
         for start, part in _parts(packed, self.batch_size):
+            self.on_part()
             with self._asking(), self._users_code("score", part):
                 found = self.task.score(self.model, TaskBatch.from_packed(part, self.device))
                 scores[start : start + part.num_rows] = _to_numpy("score", found, part.num_rows)
@@ -85,6 +90,7 @@ class Trainer:
         """What the model predicts of (n,) experiences and what came true, or None when the task has no such pair."""
         predicted, came_true = [], []
         for _, part in _parts(packed, self.batch_size):
+            self.on_part()
             with self._asking(), self._users_code("predictions", part):
                 pair = self.task.predictions(self.model, TaskBatch.from_packed(part, self.device))
                 if pair is None:
