@@ -109,6 +109,7 @@ class Supervisor:
     def _start(self) -> SidecarProcess:
         self._reported_failure = ("", "")
         self._restarts.note_start()
+        self._watchdog.found = False
         sidecar = SidecarProcess(self._record, self._run_file, self._command)
         self._reporter.progress(f"sidecar started (process {sidecar.pid}), waiting until it is ready")
         log.info("sidecar %d started", sidecar.pid)

@@ -29,7 +29,7 @@ class Watchdog:
         limit_s: without a beat for so long it hangs; 0 never.
 
     Attributes:
-        found: whether the sidecar that was watched last has hung.
+        found: whether the sidecar that is watched has hung; to be reset when the next one starts.
     """
 
     def __init__(self, run_dir: Path, limit_s: float) -> None:
