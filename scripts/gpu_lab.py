@@ -1,28 +1,80 @@
-"""For the GPU scripts: processes that start warm, and what the results say of the machine.
+"""For the GPU scripts: processes that start warm, counters they share, and what the results say of the machine.
 
 `WarmParent` imports torch once, without CUDA, and forks a child for each job. The child runs the job at the top of the
 interpreter, so that it ends the way a real process ends: returns, exceptions and atexit handlers included.
 
-    python scripts/gpu_lab.py      # is the warm parent itself; started by WarmParent
+    python scripts/gpu_lab.py [MODULE ...]     # is the warm parent itself; started by WarmParent
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import os
 import platform
+import signal
+import struct
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkstemp
 from types import TracebackType
 from typing import Any
 
+from mps_trainer.mps.nvml import GpuFacts, read_nvml
 from mps_trainer.mps.process import ProcessIdentity
 
 SCRIPTS = Path(__file__).parent
+# Another device is for trying the scripts out where there is no GPU.
+DEVICE = os.environ.get("GPU_LAB_DEVICE", "cuda:0")
+# On a machine with several GPUs: the one to use, by NVML's index; the others are somebody else's.
+ONLY_GPU = os.environ.get("GPU_LAB_GPU", "")
+LARGE = 64 if DEVICE == "cpu" else 8192
+
+
+class Counter:
+    """Iterations, wrong results, a wish to stop and one to pause, shared through a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            path.write_bytes(bytes(32))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 32)
+
+    def _get(self, i: int) -> int:
+        return int(struct.unpack_from("q", self._map, 8 * i)[0])
+
+    def _set(self, i: int, value: int) -> None:
+        struct.pack_into("q", self._map, 8 * i, value)
+
+    value = property(lambda self: self._get(0))
+    errors = property(lambda self: self._get(1))
+    stopping = property(lambda self: self._get(2))
+
+    def tick(self, wrong: int) -> None:
+        self._set(1, self.errors + wrong)
+        self._set(0, self.value + 1)
+
+    def reset(self) -> None:
+        for i in range(4):
+            self._set(i, 0)
+
+    def stop(self) -> None:
+        self._set(2, 1)
+
+    def wait_for(self, value: int, timeout_s: float, job: Job | None = None) -> bool:
+        """Whether the count reached `value` in time, while the job (if one is given) lived."""
+        deadline = time.monotonic() + timeout_s
+        while self.value < value:
+            if time.monotonic() > deadline or (job is not None and not job.process.is_running):
+                return self.value >= value
+            time.sleep(0.005)
+        return True
 
 
 @dataclass
@@ -32,12 +84,19 @@ class Job:
     process: ProcessIdentity
     result_path: Path
     parent: WarmParent
+    status: int | None = None
 
     def wait(self, timeout_s: float) -> int | None:
         """The wait status as a shell shows it (negative: the signal); None when it still runs."""
-        if not self.process.wait(timeout_s):
-            return None
-        return self.parent.reap(self.process.pid)
+        if self.status is None and self.process.wait(timeout_s):
+            self.status = self.parent.reap(self.process.pid)
+        return self.status
+
+    def said(self) -> str:
+        """What it left in its result file, which is deleted; for a job of which nobody wants a result."""
+        text = self.result_path.read_text() if self.result_path.exists() else ""
+        self.result_path.unlink(missing_ok=True)
+        return text
 
     def result(self, timeout_s: float) -> Any:
         """Wait for the job and return what it returned; a RuntimeError tells how it ended otherwise."""
@@ -54,19 +113,55 @@ class Job:
         return reply["value"]
 
 
-class WarmParent:
-    """A process with torch imported and no CUDA context, which forks jobs."""
+class PopenLike:
+    """A job behind the methods of a Popen, for the launcher's own `stop`."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.pid = job.process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._job.status
+
+    def poll(self) -> int | None:
+        return self._job.wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        limit = 60.0 if timeout is None else timeout
+        status = self._job.wait(limit)
+        if status is None:
+            raise subprocess.TimeoutExpired(["job", str(self.pid)], limit)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        self._job.process.send(number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmParent:
+    """A process with torch (and `preload`) imported and no CUDA context, which forks jobs.
+
+    Its end, or its owner's, is the end of the jobs that still run. Not thread-safe.
+    """
+
+    def __init__(self, log: Path, preload: Sequence[str] = ()) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
         with log.open("ab") as file:
             self._child = subprocess.Popen(
-                [sys.executable, __file__],
+                [sys.executable, __file__, *preload],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
+                # A signal to the script's group must not look like the death of a victim.
+                start_new_session=True,
             )
         self._answer()
 
@@ -90,7 +185,11 @@ class WarmParent:
     ) -> None:
         assert self._child.stdin is not None
         self._child.stdin.close()
-        self._child.wait(20)
+        try:
+            self._child.wait(20)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait(5)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._child.stdin is not None
@@ -128,7 +227,7 @@ def machine() -> dict[str, str]:
 
 
 def gpu_uuids() -> list[str]:
-    """Full UUIDs in NVML's order."""
+    """Full UUIDs in NVML's order; the one of $GPU_LAB_GPU alone where that is set."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -137,7 +236,13 @@ def gpu_uuids() -> list[str]:
         for i in range(pynvml.nvmlDeviceGetCount())
     ]
     pynvml.nvmlShutdown()
-    return found
+    return [found[int(ONLY_GPU)]] if ONLY_GPU else found
+
+
+def lab_gpus() -> list[GpuFacts]:
+    """What NVML says of the GPUs that these scripts may use."""
+    found = list(read_nvml().gpus)
+    return [found[int(ONLY_GPU)]] if ONLY_GPU else found
 
 
 def _text(value: str | bytes) -> str:
@@ -148,17 +253,25 @@ def _serve() -> dict[str, Any] | None:
     import torch
 
     torch.set_num_threads(1)
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    children: set[int] = set()
     print(json.dumps({"ready": os.getpid()}), flush=True)
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         if "reap" in request:
             status = os.waitpid(request["reap"], 0)[1]
+            children.discard(request["reap"])
             print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), flush=True)
             continue
         pid = os.fork()
         if pid == 0:
             return request
+        children.add(pid)
         print(json.dumps({"pid": pid}), flush=True)
+    for pid in children:
+        # Not reaped yet, so that the PID is still theirs.
+        os.kill(pid, signal.SIGKILL)
     return None
 
 

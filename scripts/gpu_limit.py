@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import WarmParent, gpu_uuids, machine
+from gpu_lab import Counter, WarmParent, gpu_uuids, machine
 
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.environment import LIMIT_VARIABLE, sidecar_env
@@ -68,7 +68,7 @@ def reserve(limit: int, pool: int) -> dict[str, Any]:
 
 
 def neighbour(path: str) -> None:
-    from gpu_fault_drill import victim
+    from gpu_drill_victim import victim
 
     victim(path)
 
@@ -77,8 +77,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    from gpu_fault_drill import Counter
-
     uuids = gpu_uuids()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mt-") as name, WarmParent(Path(name) / "log") as parent:
