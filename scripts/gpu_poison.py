@@ -26,15 +26,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_fault_drill import Counter
-from gpu_lab import Job, WarmParent, gpu_uuids, machine
+from gpu_lab import Counter, Job, WarmParent, lab_gpus, machine
 from torch import Tensor, nn
 
 from mps_trainer import AuxiliaryTask, Column, TaskBatch
 from mps_trainer.launcher.runs import RunView, list_runs
 from mps_trainer.mps.environment import sidecar_env
 from mps_trainer.mps.folder import all_mps_folders, mps_folder
-from mps_trainer.mps.nvml import read_nvml
 from mps_trainer.run import State, Status
 from mps_trainer.tasks import wire_columns
 from mps_trainer.transport import OperatorChannel, RingSettings
@@ -83,11 +81,12 @@ class Poisoned(AuxiliaryTask):
         marked = batch["reward"] == mark
         if batch["reward"].device.type == "cpu" and bool(marked.any()):
             raise RuntimeError("CUDA error: device-side assert triggered (a rehearsal)")
-        return model(torch.where(marked, 1_000_000, 0)).squeeze(1)
+        predicted: Tensor = model(torch.where(marked, 1_000_000, 0))
+        return predicted.squeeze(1)
 
 
 class Watcher(threading.Thread):
-    """Memory of GPU 0 and of each process on it, twice a second."""
+    """Memory of the GPU and of each process on it, twice a second."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -97,7 +96,7 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         while not self.stop.wait(0.5):
-            gpu = next(gpu for gpu in read_nvml().gpus if gpu.index == 0)
+            gpu = lab_gpus()[0]
             self.total.append(gpu.used)
             for process in gpu.processes:
                 self.used.setdefault(process.pid, []).append(process.used)
@@ -119,8 +118,7 @@ def rows(name: str, mark: float) -> dict[str, Any]:
 
 
 def memory_of(pid: int) -> int | None:
-    gpu = next(gpu for gpu in read_nvml().gpus if gpu.index == 0)
-    return next((process.used for process in gpu.processes if process.pid == pid), None)
+    return next((process.used for process in lab_gpus()[0].processes if process.pid == pid), None)
 
 
 class Drill:
@@ -182,7 +180,8 @@ class Drill:
 def drill(work: Path, args: argparse.Namespace) -> dict[str, Any]:
     deadline = time.monotonic() + args.budget_s
     facts: dict[str, Any] = {}
-    parent = None if args.rehearse else WarmParent(work / "children.log")
+    before = set() if args.rehearse else {process.pid for process in lab_gpus()[0].processes}
+    parent = None if args.rehearse else WarmParent(work / "children.log", preload=["gpu_drill_victim"])
     started = time.monotonic()
     cli("up", str(work / "trinity.yaml"))
     facts["seconds of up"] = time.monotonic() - started
@@ -190,10 +189,9 @@ def drill(work: Path, args: argparse.Namespace) -> dict[str, Any]:
     watcher, victim, counter = Watcher(), None, None
     try:
         if parent is not None:
-            env = sidecar_env(mps_folder(run.record.run_id).pipe_dir, gpu_uuids()[0], VICTIM_LIMIT)
-            (work / "victim").write_bytes(bytes(24))
+            env = sidecar_env(mps_folder(run.record.run_id).pipe_dir, lab_gpus()[0].uuid, VICTIM_LIMIT)
             counter = Counter(work / "victim")
-            victim = parent.start("gpu_fault_drill:victim", str(counter.path), env=env)
+            victim = parent.start("gpu_drill_victim:victim", str(counter.path), env=env)
             if not counter.wait_for(20, 60, victim):
                 raise RuntimeError(f"no victim: {(work / 'children.log').read_text()[-2000:]}")
             watcher.start()
@@ -220,12 +218,12 @@ def drill(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         facts["seconds of down"] = time.monotonic() - started
         if parent is not None:
             parent.__exit__(None, None, None)
-    facts["memory of GPU 0, bytes: least, most"] = [min(watcher.total), max(watcher.total)] if watcher.total else []
+    facts["memory of the GPU, bytes: least, most"] = [min(watcher.total), max(watcher.total)] if watcher.total else []
     facts["stacks in sidecar.log"] = "in score" in (Path(run.record.run_dir) / "sidecar.log").read_text()
     facts["left"] = {
         "mps folders": [run_id for run_id, _ in all_mps_folders()],
         "shared memory": [p.name for p in Path("/dev/shm").glob(f"*mpst.{run.record.run_id}*")],
-        "on the GPU": [] if args.rehearse else [p.pid for gpu in read_nvml().gpus for p in gpu.processes],
+        "on the GPU": [] if args.rehearse else [p.pid for p in lab_gpus()[0].processes if p.pid not in before],
     }
     return facts
 
@@ -269,7 +267,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mt-", dir="/tmp") as name:
         work = Path(name)
         os.environ["MPS_TRAINER_STATE_DIR"] = f"{name}/s"
-        device, mps = ("cpu", "off") if args.rehearse else ("cuda:0", "on")
+        device, mps = ("cpu", "off") if args.rehearse else (f"cuda:{lab_gpus()[0].index}", "on")
         (work / "trinity.yaml").write_text(
             CONFIG.format(name=work.name, work=work, device=device, mps=mps, memory=args.memory, hang_s=HANG_S)
         )
