@@ -137,6 +137,9 @@ class Settings(_Section):
         None, description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity"
     )
     ready_timeout: Duration = Field(60.0, gt=0, description="how long the launcher waits for the sidecar")
+    hang_timeout: Duration = Field(
+        120.0, ge=0, description="a sidecar that is silent for so long in one step or record is restarted; 0: never"
+    )
     idle_timeout: Duration = Field(600.0, gt=0, description="the sidecar ends this long after its last operator")
     max_restarts: int = Field(5, ge=0, description="restarts of a killed sidecar before giving up")
     run_file: str | None = Field(None, description="set by the launcher in the derived config; not by you")
