@@ -7,6 +7,7 @@
                                            |------ exit 0 otherwise ------> FAILED > end; it was the task's doing
                                            `------ SIGTERM, owner gone ---> SIGTERM, drain, (SIGSTOP,) SIGKILL > end
 
+    [probation of a task of the user's own] > start ...   once, before the first start
     start > imports, task built > WAITING > an engine is placed > "go on" > READY ...     device: auto on a shared GPU
 
 An end that is asked for between two lives starts one more sidecar, which takes what is in the rings and the journal.
@@ -20,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 import time
@@ -31,6 +31,7 @@ from mps_trainer.errors import MpsTrainerError, RunError
 from mps_trainer.launcher.autopsy import Autopsy
 from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.launcher.leftovers import remove_run
+from mps_trainer.launcher.probation import Refusal, hold_probation
 from mps_trainer.launcher.process import describe_exit
 from mps_trainer.launcher.reports import Reporter
 from mps_trainer.launcher.restarts import RestartBudget
@@ -79,6 +80,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise to the end of the run; the exit code of the process."""
+        if unfit := self._hold_probation():
+            return self._fail(*unfit) if unfit.error else exit_codes.OK
         while True:
             sidecar = self._start()
             problem = self._watch(sidecar)
@@ -109,6 +112,11 @@ class Supervisor:
             self._save_status(State.RESTARTING, f"{problem}; restart {count} of {limit}", problem)
             if self._wakeups.pause(backoff_s) or (self._share is not None and self._wait_for_gpu(self._share)):
                 return self._end_between_two_lives()
+
+    def _hold_probation(self) -> Refusal | None:
+        """Before the first sidecar only: `up` waits for it, an engine or a successor never does."""
+        sleep, wakeups = self._wakeups.sleep, self._wakeups
+        return hold_probation(self._record, self._run_file, self._reporter, sleep, lambda: wakeups.asked_to_end)
 
     def _start(self) -> SidecarProcess:
         self._reported_failure = ("", "")
@@ -238,8 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sidecar-command", type=json.loads, default=list(SIDECAR_COMMAND))
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    if options.report_fd is not None:
-        os.set_inheritable(options.report_fd, False)
     reporter = Reporter(options.report_fd)
     paths = RunPaths(options.run_file)
     locks: list[HeldLock] = []
