@@ -27,7 +27,7 @@ def _yaml_bool_to_word(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-MpsMode = Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_bool_to_word)]
+OnOrOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_bool_to_word)]
 
 
 class _Section(BaseModel):
@@ -94,7 +94,7 @@ class Settings(_Section):
     reward: RewardSettings = Field(RewardSettings(), description="for use: reward")
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda:\d+)$", description="auto, cuda:<n> or cpu")
-    mps: MpsMode = Field("auto", description="share the rollout GPU through CUDA MPS")
+    mps: OnOrOff = Field("auto", description="share the rollout GPU through CUDA MPS")
     join: Literal["plugin", "env"] = Field(
         "plugin",
         description="how a vLLM engine becomes an MPS client: it asks (plugin), or the shell of `ray start` says (env)",
@@ -103,6 +103,12 @@ class Settings(_Section):
         None, description="the sidecar's memory reservation, such as 8GiB; on the CPU a wish, not a limit"
     )
     memory_fraction: float | None = Field(None, gt=0, lt=1, description="the same as a share of the device")
+    probation: OnOrOff = Field(
+        "auto",
+        description="try the task in a process of its own before READY, outside MPS; "
+        "auto: on for a task of yours on a GPU, off for built-in tasks and on the CPU",
+    )
+    probation_timeout: Duration = Field(60.0, gt=0, description="the longest that probation takes")
 
     batch_size: int = Field(256, ge=1, le=2**24, description="experiences in one training step")
     steps_per_batch: int = Field(4, ge=0, description="training steps after each batch from the explorer")
@@ -137,6 +143,9 @@ class Settings(_Section):
         None, description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity"
     )
     ready_timeout: Duration = Field(60.0, gt=0, description="how long the launcher waits for the sidecar")
+    hang_timeout: Duration = Field(
+        120.0, ge=0, description="a sidecar that is silent for so long in one step or record is restarted; 0: never"
+    )
     idle_timeout: Duration = Field(600.0, gt=0, description="the sidecar ends this long after its last operator")
     max_restarts: int = Field(5, ge=0, description="restarts of a killed sidecar before giving up")
     run_file: str | None = Field(None, description="set by the launcher in the derived config; not by you")

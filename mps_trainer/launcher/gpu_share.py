@@ -38,6 +38,7 @@ DEFAULT_POOL = 4 * 2**30
 # Under what an engine waits itself (the plugin's limit), so that it hears the reason.
 ANSWER_S = 90.0
 _ROLLOUT = "rollout"
+_SPANNING = "; it spans {} GPUs: an illegal memory access in the sidecar would take all of that engine down"
 
 
 class GpuShare:
@@ -50,6 +51,9 @@ class GpuShare:
         join: "plugin", or "env": no engine asks, and none is answered.
         insist: the user wrote `mps: on`: a stranger on the GPU ends the run instead of pausing it.
         look, processes: read the machine, and who is on a GPU; the tests give recorded values.
+
+    Attributes:
+        others_fault: the sidecar that ended last fell to a fatal GPU error that another process caused.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class GpuShare:
         self._neighbours: Neighbours | None = None
         self._gone = ""
         self._faults_told = 0
+        self.others_fault = False
         self._summoned: tuple[int, float] | None = None
         self._membership = Membership(self.daemon)
         self.plan: MemoryPlan | None = None
@@ -161,14 +166,23 @@ class GpuShare:
                 self._gone = why
             self._guard.notify_all()
 
-    def sidecar_has_ended(self, pid: int) -> str:
-        """Tell engines that the sidecar is gone; names who broke the GPU, if somebody did, for the run's status."""
+    def sidecar_has_ended(self, pid: int, doing: str = "") -> str:
+        """Tell engines that the sidecar is gone; names who broke the GPU, if somebody did, for the run's status.
+
+        Args:
+            doing: what the sidecar was doing when it ended.
+        """
         self.sidecar_is_gone("it has ended", for_good=False)
         faults = self.new_faults()
+        self.others_fault = bool(faults) and all(fault.pid != pid for fault in faults)
+        told = ""
         for fault in faults:
-            who = "the sidecar" if fault.pid == pid else f"process {fault.pid}"
+            who = f"process {fault.pid}"
+            if fault.pid == pid:
+                who += f" (the sidecar{', ' if doing else ''}{doing})"
             log.error("fatal GPU error caused by %s; it ended the clients %s", who, fault.torn_down)
-        return "".join(f"; the MPS server names process {fault.pid} for a fatal GPU error" for fault in faults)
+            told += f"; the MPS server names {who} for a fatal GPU error"
+        return told
 
     def new_faults(self) -> list[GpuFault]:
         """Fatal GPU errors that the server has logged since the last call."""
@@ -256,10 +270,7 @@ class GpuShare:
         utilization = self._share_of(request, plan)
         reason = f"joins the sidecar on {gpu.uuid}, gpu_memory_utilization at most {utilization:.3f}"
         if len(request.gpus) > 1:
-            reason += (
-                f"; it spans {len(request.gpus)} GPUs: an illegal memory access in the sidecar would take the whole "
-                "engine down, on every one of them"
-            )
+            reason += _SPANNING.format(len(request.gpus))
         return EngineAnswer(True, reason, str(self._folder.pipe_dir), utilization)
 
     def _share_of(self, request: EngineRequest, plan: MemoryPlan) -> float:

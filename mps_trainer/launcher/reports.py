@@ -19,13 +19,15 @@ from mps_trainer.errors import RunError
 
 
 class Reporter:
-    """The supervisor's end.
+    """The supervisor's end; its children do not inherit it.
 
     Attributes:
         abandoned: nobody listens any more; before READY that means that nobody wants the run.
     """
 
     def __init__(self, descriptor: int | None) -> None:
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
         self._descriptor = descriptor
         self.abandoned = False
 

@@ -1,11 +1,13 @@
 """`python -m mps_trainer.launcher.supervisor`: the small process that keeps one sidecar alive.
 
     start > READY within ready_timeout > watch --- killed ----------------> RESTARTING (backoff) > start
+                                           |------ silent for hang_timeout > stacks, a safe end > RESTARTING
                                            |------ exit 0, STOPPED (idle) -> end
                                            |------ task error, bad config > FAILED > end; the rollout goes on
                                            |------ exit 0 otherwise ------> FAILED > end; it was the task's doing
                                            `------ SIGTERM, owner gone ---> SIGTERM, drain, (SIGSTOP,) SIGKILL > end
 
+    [probation of a task of the user's own] > start ...   once, before the first start
     start > imports, task built > WAITING > an engine is placed > "go on" > READY ...     device: auto on a shared GPU
 
 An end that is asked for between two lives starts one more sidecar, which takes what is in the rings and the journal.
@@ -19,24 +21,26 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from mps_trainer.errors import MpsTrainerError, RunError
+from mps_trainer.launcher.autopsy import Autopsy
 from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.launcher.leftovers import remove_run
+from mps_trainer.launcher.probation import Refusal, hold_probation
 from mps_trainer.launcher.process import describe_exit
 from mps_trainer.launcher.reports import Reporter
 from mps_trainer.launcher.restarts import RestartBudget
 from mps_trainer.launcher.run_locks import hold_run_locks
+from mps_trainer.launcher.run_status import RunStatus
 from mps_trainer.launcher.sidecar_process import SIDECAR_COMMAND, SidecarProcess
 from mps_trainer.launcher.wakeups import Wakeups
-from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, Status, exit_codes
+from mps_trainer.launcher.watchdog import Watchdog
+from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, exit_codes
 
 log = logging.getLogger("mps_trainer.supervisor")
 
@@ -66,6 +70,9 @@ class Supervisor:
         self._grace_s = grace_s
         self._ready_timeout = float(record.settings["ready_timeout"])
         self._restarts = RestartBudget(int(record.settings["max_restarts"]))
+        self._status = RunStatus(record)
+        self._autopsy = Autopsy(Path(record.run_dir))
+        self._watchdog = Watchdog(Path(record.run_dir), float(record.settings["hang_timeout"]))
         self._reported_failure = ("", "")
         self._wakeups = Wakeups(record.owner_lock, share.look_around if share else lambda: None)
         if share is not None:
@@ -73,6 +80,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Supervise to the end of the run; the exit code of the process."""
+        if unfit := self._hold_probation():
+            return self._fail(*unfit) if unfit.error else exit_codes.OK
         while True:
             sidecar = self._start()
             problem = self._watch(sidecar)
@@ -80,13 +89,15 @@ class Supervisor:
             if code is None:
                 if self._wakeups.asked_to_end:
                     return self._end(sidecar, "asked to end")
-                sidecar.stop(self._grace_s)
+                sidecar.stop(self._watchdog.grace_s(self._grace_s))
                 if self._share is not None and (refusal := self._share.refusal) is not None:
                     return self._fail(refusal.message, refusal.todo, exit_codes.BAD_CONFIG)
                 code = exit_codes.CRASHED
             sidecar.close()
             if self._share is not None:
-                problem += self._share.sidecar_has_ended(sidecar.pid)
+                problem += self._share.sidecar_has_ended(sidecar.pid, self._autopsy.doing())
+            others_fault = self._share is not None and self._share.others_fault
+            problem += self._autopsy.judge(code, hung=self._watchdog.found, others_fault=others_fault)
             log.info("sidecar %d ended: %s", sidecar.pid, problem)
             if code == exit_codes.OK:
                 return self._judge_success(sidecar)
@@ -98,13 +109,19 @@ class Supervisor:
             if self._restarts.is_spent:
                 error = f"the sidecar ended {count} times ({problem}); max_restarts is {limit}"
                 return self._fail(error, f"see {sidecar.log}", exit_codes.CRASHED)
-            self._save_status(State.RESTARTING, f"{problem}; restart {count} of {limit}")
+            self._save_status(State.RESTARTING, f"{problem}; restart {count} of {limit}", problem)
             if self._wakeups.pause(backoff_s) or (self._share is not None and self._wait_for_gpu(self._share)):
                 return self._end_between_two_lives()
+
+    def _hold_probation(self) -> Refusal | None:
+        """Before the first sidecar only: `up` waits for it, an engine or a successor never does."""
+        sleep, wakeups = self._wakeups.sleep, self._wakeups
+        return hold_probation(self._record, self._run_file, self._reporter, sleep, lambda: wakeups.asked_to_end)
 
     def _start(self) -> SidecarProcess:
         self._reported_failure = ("", "")
         self._restarts.note_start()
+        self._watchdog.found = False
         warm = self._share is not None and not self._share.is_placed
         sidecar = SidecarProcess(self._record, self._run_file, self._command, warm=warm)
         self._reporter.progress(f"sidecar started (process {sidecar.pid}), waiting until it is ready")
@@ -135,6 +152,11 @@ class Supervisor:
                 if self._share is not None and self._share.is_placed and sidecar.go():
                     begin = time.monotonic()
                 starting = sidecar.ready_fd >= 0 and not sidecar.is_waiting
+                hold = self._share is not None and self._share.must_not_change
+                # Before READY, and while it waits warm, it says nothing and other limits hold.
+                watched = sidecar.ready_fd < 0 and not self._wakeups.asked_to_end
+                if watched and (hung := self._watchdog.look(sidecar.child, hold=hold)):
+                    return hung
                 if self._wakeups.asked_to_end:
                     if not (starting and self._restarts.was_ready):
                         return "asked to end"
@@ -165,22 +187,18 @@ class Supervisor:
         error, todo = self._reported_failure
         if error:
             return error, todo
-        status = Status.peek(Path(self._record.run_dir))
+        status = self._status.load()
         if status is not None and status.state is State.FAILED and status.error:
             return status.error, ""
         return f"the sidecar could not go on: {problem}\n{sidecar.log_tail()}", f"see {sidecar.log}"
 
     def _judge_success(self, sidecar: SidecarProcess) -> int:
         # A task can end the process with code 0 too; only a sidecar that has saved everything writes STOPPED.
-        if not self._has_stopped():
+        if not self._status.has_stopped:
             todo = f"look for sys.exit() or os._exit() in the task and what it imports; see {sidecar.log}"
             return self._fail("the sidecar ended with exit code 0 without being asked", todo, exit_codes.OK)
         self._reporter.failed("the sidecar was ended before it was ready", "start it again")
         return exit_codes.OK
-
-    def _has_stopped(self) -> bool:
-        status = Status.peek(Path(self._record.run_dir))
-        return status is not None and status.state is State.STOPPED
 
     def _fail(self, error: str, todo: str, code: int) -> int:
         if self._share is not None:
@@ -208,24 +226,14 @@ class Supervisor:
         if code == -signal.SIGTERM and not self._restarts.was_ready:
             # Before it could listen to signals; nothing has been learned that it could have saved.
             self._save_status(State.STOPPED, "")
-        elif code != 0 or not self._has_stopped():
+        elif code != 0 or not self._status.has_stopped:
             what = f"{problem}; the sidecar was {ended.value} ({describe_exit(code)})"
             self._save_status(State.FAILED, str(RunError(*self._explain(sidecar, what))))
         self._reporter.failed(f"the run was ended before it was ready: {self._wakeups.asked_to_end}", "start it again")
         return 0
 
-    def _save_status(self, state: State, error: str) -> None:
-        status = Status.peek(Path(self._record.run_dir)) or Status(
-            run_id=self._record.run_id, device=self._record.device
-        )
-        status = replace(status, state=state, pid=0, restarts=self._restarts.total, error=error)
-        status.save(Path(self._record.run_dir))
-
-    def _saved_status(self) -> Status | None:
-        try:
-            return Status.load(Path(self._record.run_dir))
-        except RunError:
-            return None
+    def _save_status(self, state: State, error: str, last_death: str = "") -> None:
+        self._status.save(state, error, restarts=self._restarts.total, last_death=last_death)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,8 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sidecar-command", type=json.loads, default=list(SIDECAR_COMMAND))
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    if options.report_fd is not None:
-        os.set_inheritable(options.report_fd, False)
     reporter = Reporter(options.report_fd)
     paths = RunPaths(options.run_file)
     locks: list[HeldLock] = []

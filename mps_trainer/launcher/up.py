@@ -20,6 +20,7 @@ from mps_trainer.launcher.derived_config import DerivedConfig, check_is_ours, de
 from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.launcher.machine import Machine, read_machine
 from mps_trainer.launcher.plan import Plan, make_plan
+from mps_trainer.launcher.probation import longest_s
 from mps_trainer.launcher.process import Ended, spawn, stop
 from mps_trainer.launcher.reports import wait_until_ready
 from mps_trainer.launcher.run_locks import take_run_locks
@@ -144,7 +145,7 @@ def start_run(
         for lock in locks:
             lock.release()
     try:
-        limit = prepared.settings.ready_timeout + _SILENCE_S
+        limit = prepared.settings.ready_timeout + longest_s(record) + _SILENCE_S
         pid = wait_until_ready(reading, limit, progress, str(Path(record.run_dir) / "supervisor.log"))
     except BaseException:
         stop(supervisor, grace_s=_SILENCE_S)

@@ -46,6 +46,8 @@ class Status:
         loss, first_loss, auc, first_auc: None before there is one.
         ring_registered: whether the driver has page-locked the feed rings, so that batches reach the GPU by DMA;
             None on the CPU and before the first operator.
+        set_aside: experiences that killed or hung a sidecar and are kept from its successors (`set_aside/`).
+        last_death: how the last sidecar that did not end in order ended, and what it was doing.
         error: the message of a FAILED sidecar, with what to do; why a PAUSED one waits.
     """
 
@@ -68,6 +70,8 @@ class Status:
     replay_size: int = 0
     memory_bytes: int = 0
     ring_registered: bool | None = None
+    set_aside: int = 0
+    last_death: str = ""
     error: str = ""
     updated: float = field(default_factory=time.time)
 

@@ -14,6 +14,7 @@ Scores come first and are given by the model as it is, which has not seen these 
 honest test too. The loop ends for a signal, for the supervisor's death and when no operator lives (`ending.py`);
 it looks after every record and every step. A slot is released only when its record is in the journal: one whose
 journaling failed stays in the ring for the successor. On a GPU the release waits for the copy of the record to end.
+Before each record and step the file `doing` says what comes; what killed a predecessor is set aside (`set_aside.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mps_trainer.columns import PackedBatch
 from mps_trainer.config import Settings
 from mps_trainer.errors import CorruptRecordError
 from mps_trainer.run import RunRecord, State, Status
+from mps_trainer.run.doing import Stage
 from mps_trainer.sidecar.batch_report import BatchReport
+from mps_trainer.sidecar.dropped import Dropped
 from mps_trainer.sidecar.ending import Ending
 from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
+from mps_trainer.sidecar.noting import Note
 from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import Learning
@@ -62,14 +67,18 @@ class Sidecar:
         self._pause = Pause(record)
         self._metrics = MetricsLog(self._run_dir)
         self._report = BatchReport(self._metrics, self._learner)
+        self._note = Note(self._run_dir, settings.batch_size)
+        self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
+        self._trainer.on_part = self._note.beat
+        self._aside = learning.aside
         self._ring = learning.ring
         on_attach = self._ring.attach if self._ring is not None else None
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
+        self._dropped = Dropped(self._hub)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._trainer.step
         self._status_saved = 0.0
         self._behind = True
-        self._gone: dict[str, int] = {}
 
     def serve(self, ready: ReadyPipe) -> None:
         """Report READY, take over what a predecessor left, work until there is a reason to end, and end in order."""
@@ -79,6 +88,7 @@ class Sidecar:
         _log.info("ready: step %d, %d experiences", self._trainer.step, len(self._learner.replay))
         self._metrics.open_tensorboard()
         while not self._ending.check():
+            self._note.waiting()
             if self._pause.is_on:
                 self._sit_out()
             elif self._behind:
@@ -106,6 +116,8 @@ class Sidecar:
         while self._pause.is_on and not self._ending.check():
             # Not the doorbell: it rings for records that are not taken now.
             time.sleep(_WAIT_S)
+            # A pause may last for hours, and the watchdog must see that it is none of ours.
+            self._note.waiting()
             self._look_around()
         self._status.error = ""
         self._report.paused("")
@@ -114,6 +126,7 @@ class Sidecar:
     def close(self, *, unlink: bool = False) -> None:
         """Leave nothing in flight on the device and nothing open; without `unlink` channels stay for a successor."""
         self._trainer.synchronize()
+        self._note.close()
         self._journal.close()
         self._metrics.close()
         self._hub.close(unlink=unlink)
@@ -140,7 +153,10 @@ class Sidecar:
         # It stands there twice when it was delivered again and journaled before the first one was taken.
         if not self._learner.knows(name):
             batch = decode_batch(record[1], self._learning.columns)
-            self._learner.evaluate(batch)
+            if self._aside.takes(name, batch):
+                return
+            self._evaluate(name, batch)
+            self._note.stage(Stage.TAKING)
             self._learner.take(name, batch)
             self._train_due(stop)
 
@@ -167,18 +183,26 @@ class Sidecar:
             return delivery
 
     def _take(self, delivery: Delivery) -> None:
+        name = _name(delivery)
+        if self._aside.takes(name, delivery.batch):
+            return
         if delivery.header.want_scores:
             self._score(delivery)
-        name = _name(delivery)
         if self._learner.knows(name):
             return
-        self._learner.evaluate(delivery.batch)
+        self._evaluate(name, delivery.batch)
+        self._note.stage(Stage.TAKING)
         self._journal.append(dataclasses.asdict(name), delivery.payload)
         self._learner.take(name, delivery.batch)
         self._journal.skip()
 
+    def _evaluate(self, name: RecordName, batch: PackedBatch) -> None:
+        self._note.record(Stage.EVALUATING, name, batch, self._trainer.step)
+        self._learner.evaluate(batch)
+
     def _score(self, delivery: Delivery) -> None:
         begin = time.monotonic()
+        self._note.record(Stage.SCORING, _name(delivery), delivery.batch, self._trainer.step)
         scores = self._trainer.score(delivery.batch)
         delivery.reply(scores, self._trainer.step)
         self._report.scored(scores, (time.monotonic() - begin) * 1e3)
@@ -191,11 +215,14 @@ class Sidecar:
         while self._learner.steps_due:
             if stop():
                 return
+            self._aside.before_step(self._learner)
+            if not self._learner.steps_due:
+                break
             begin = time.monotonic()
             loss = self._learner.train_step()
             self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
         backlog = sum(producer.backlog for producer in self._hub.producers())
-        self._report.write(self._learner.close_batch(), backlog, self._dropped())
+        self._report.write(self._learner.close_batch(), backlog, self._dropped.counts())
         self._save_status()
         large = not self._behind and self._journal.nbytes > _MAX_JOURNAL_BYTES
         if large or self._trainer.step - self._saved_at_step >= self._settings.checkpoint_every:
@@ -206,24 +233,9 @@ class Sidecar:
         for producer in self._hub.producers():
             if producer.alive:
                 self._ending.operator_seen()
-        self._reap()
+        self._dropped.reap()
         if time.monotonic() - self._status_saved > _STATUS_S:
             self._save_status()
-
-    def _reap(self) -> None:
-        before = self._dropped()
-        if self._hub.reap():
-            after = self._dropped()
-            for name, count in before.items():
-                self._gone[name] = self._gone.get(name, 0) + count - after[name]
-
-    def _dropped(self) -> dict[str, int]:
-        """Experiences that never arrived, by the policy that dropped them, over all operators of the run so far."""
-        sent = [producer.sent for producer in self._hub.producers()]
-        return {
-            "oldest": sum(counters.rows_dropped_oldest for counters in sent) + self._gone.get("oldest", 0),
-            "newest": sum(counters.rows_dropped_newest for counters in sent) + self._gone.get("newest", 0),
-        }
 
     def _drain(self) -> None:
         deadline = time.monotonic() + _DRAIN_S
@@ -246,7 +258,7 @@ class Sidecar:
             )  # fmt: skip
         if self._trainer.step != self._saved_at_step or self._journal.nbytes:
             self._save()
-        self._reap()
+        self._dropped.reap()
 
     def _empty_rings(self, late: Callable[[], bool]) -> None:
         """Everything into the journal first: that takes milliseconds, and what is there is not lost."""
@@ -257,13 +269,15 @@ class Sidecar:
             if delivery is None:
                 return
             name = _name(delivery)
-            if not self._learner.knows(name):
-                self._journal.append(dataclasses.asdict(name), delivery.payload)
-            if delivery.header.want_scores and not late():
-                self._score(delivery)
+            if not self._aside.takes(name, delivery.batch):
+                if not self._learner.knows(name):
+                    self._journal.append(dataclasses.asdict(name), delivery.payload)
+                if delivery.header.want_scores and not late():
+                    self._score(delivery)
             delivery.release()
 
     def _save(self) -> None:
+        self._note.stage(Stage.SAVING)
         self._learning.save()
         self._saved_at_step = self._trainer.step
 
@@ -275,6 +289,7 @@ class Sidecar:
         for name, value in dataclasses.asdict(self._learner.counters).items():
             setattr(self._status, name, value)
         self._status.version = self._trainer.step
+        self._status.set_aside = self._aside.count
         self._status.replay_size = len(self._learner.replay)
         self._status.memory_bytes = _resident_bytes()
         self._status.ring_registered = self._ring.registered if self._ring is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -73,6 +73,17 @@ class ReplayBuffer:
         """`num_rows` experiences, or all that there are when they are fewer, in random order, in memory of `empty`."""
         places = self._rng.choice(self._size, min(num_rows, self._size), replace=False)
         return self._gather((self._first + places) % self.capacity, empty)
+
+    def remove(self, eids: Collection[bytes]) -> PackedBatch:
+        """Take out the experiences with these ids, in order; they stay known, so that none comes in again."""
+        wanted = set(eids)
+        order = (self._first + np.arange(self._size)) % self.capacity
+        chosen = np.array([self._store[_EID][place].tobytes() in wanted for place in order], bool)
+        removed, kept = self._gather(order[chosen]), self._gather(order[~chosen])
+        if removed.num_rows:
+            self._first = self._size = 0
+            self._append(kept, range(kept.num_rows))
+        return removed
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Everything, as arrays and as plain JSON values: see `load_state`."""

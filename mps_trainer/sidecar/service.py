@@ -8,15 +8,18 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from mps_trainer.config import Settings, load_settings
 from mps_trainer.errors import (
     AlreadyRunningError,
     ConfigError,
+    GpuFaultError,
     MpsTrainerError,
     PlacementError,
     RunError,
@@ -25,6 +28,7 @@ from mps_trainer.errors import (
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, Status, try_hold
 from mps_trainer.run.exit_codes import BAD_CONFIG, CRASHED, FINAL, OK, TASK_FAILED
 from mps_trainer.sidecar.ending import EarlyEnd, Ending, forget_signals
+from mps_trainer.sidecar.gpu.faults import end_at_once, is_gpu_fault
 from mps_trainer.sidecar.gpu.safe_end import SafeEnd
 from mps_trainer.sidecar.loop import Sidecar
 from mps_trainer.sidecar.phases import Phases
@@ -45,6 +49,8 @@ def run(run_file: Path, ready_descriptor: int, go_descriptor: int = -1, begin: f
     """
     phases = Phases(time.monotonic() if begin is None else begin)
     faulthandler.enable()
+    # The supervisor asks for the stacks of a sidecar that hangs.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     ready = ReadyPipe(ready_descriptor)
     try:
@@ -125,7 +131,9 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, start: St
                 stack.callback(sidecar.close)
                 start.phases.ready(run_dir)
                 _serve(sidecar, start.ready)
-        except MpsTrainerError as error:
+        except (MpsTrainerError, RuntimeError) as error:
+            if isinstance(error, GpuFaultError) or is_gpu_fault(error):
+                _end_with_dead_gpu(error, status, run_dir, start.ready)
             # FAILED is for good. After anything else the supervisor starts a successor and says so itself.
             if _exit_code(error) in FINAL:
                 status.state, status.error = State.FAILED, str(error)
@@ -145,6 +153,15 @@ def _serve(sidecar: Sidecar, ready: ReadyPipe) -> None:
         raise
 
 
+def _end_with_dead_gpu(error: Exception, status: Status, run_dir: Path, ready: ReadyPipe) -> NoReturn:
+    """For the supervisor, which reads the error, decides on the experiences in work and starts a successor."""
+    _log.error("the GPU context is dead, so the sidecar ends at once", exc_info=error)
+    status.error = str(error)
+    status.save(run_dir)
+    ready.failed(error)
+    end_at_once()
+
+
 def _leave_to_parent(lock: HeldLock) -> None:
     # A helper that the task forked shares the lock's open file: it would keep a killed sidecar's lock from a successor.
     lock.release()
@@ -152,11 +169,12 @@ def _leave_to_parent(lock: HeldLock) -> None:
 
 
 def _begin_status(record: RunRecord) -> Status:
-    restarts = 0
+    restarts, last_death = 0, ""
     if (Path(record.run_dir) / "status.json").exists():
         try:
-            restarts = Status.load(Path(record.run_dir)).restarts
+            before = Status.load(Path(record.run_dir))
+            restarts, last_death = before.restarts, before.last_death
         except RunError as error:
             # Replaced at once: a damaged picture of a predecessor is no reason to have no sidecar.
             _log.warning("%s", error)
-    return Status(run_id=record.run_id, pid=os.getpid(), device=record.device, restarts=restarts)
+    return Status(run_id=record.run_id, pid=os.getpid(), device=record.device, restarts=restarts, last_death=last_death)

@@ -29,11 +29,14 @@ from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.phases import Phases
 from mps_trainer.sidecar.replay import ReplayBuffer
 from mps_trainer.sidecar.replay_memory import check_replay_memory
+from mps_trainer.sidecar.set_aside import SetAside
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.sidecar.worst_case import worst_case_batch
 from mps_trainer.tasks import AuxiliaryTask, load_task, wire_columns
 
 _log = logging.getLogger(__name__)
+# Of worst-case steps; on a machine that the rollout keeps busy a step takes longer than at the start.
+_STEPS_IN_HANG_TIMEOUT = 4
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Learning:
     """The learner with the two places where its progress is kept.
 
     Attributes:
+        aside: what earlier sidecars died of.
         resumed_from: the step of the checkpoint that it started from; None when there was none.
         ring: how records get from the ring to the GPU; None on the CPU.
     """
@@ -50,6 +54,7 @@ class Learning:
     journal: Journal
     checkpoint_folder: Path
     keep_checkpoints: int
+    aside: SetAside
     resumed_from: int | None = None
     ring: RingMemory | None = None
 
@@ -131,11 +136,17 @@ def build_learning(
     phases.lap("model")
     begin = time.monotonic()
     if shared is not None:
-        shared.secure(lambda: trainer.dry_step(prepared.worst))
+        seconds = shared.secure(lambda: trainer.dry_step(prepared.worst)).step_ms / 1e3
     else:
         trainer.dry_step(prepared.worst)
+        seconds = time.monotonic() - begin
         phases.lap("dry step")
-    _log.info("worst-case step of %d experiences in %.0f ms", settings.batch_size, (time.monotonic() - begin) * 1e3)
+    _log.info("worst-case step of %d experiences in %.0f ms", settings.batch_size, seconds * 1e3)
+    if settings.hang_timeout and seconds > settings.hang_timeout / _STEPS_IN_HANG_TIMEOUT:
+        _log.warning(
+            "the worst-case step takes %.1f s; a sidecar that is silent for hang_timeout, %g s, is restarted: raise it",
+            seconds, settings.hang_timeout,
+        )  # fmt: skip
     replay = ReplayBuffer(columns, settings.replay_capacity, settings.seed)
     learner = Learner(trainer, replay, settings, staging.start if staging else None)
     run_dir = Path(record.run_dir)
@@ -157,6 +168,7 @@ def build_learning(
         keep_checkpoints=settings.keep_checkpoints,
         resumed_from=found.state["step"] if found is not None else None,
         ring=ring,
+        aside=SetAside(run_dir),
     )
 
 

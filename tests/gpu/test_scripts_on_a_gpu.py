@@ -24,6 +24,8 @@ pytestmark = [
         ["gpu_summons.py", "--repeats", "1"],
         ["gpu_ring_copy.py", "--repeats", "5"],
         ["gpu_intake.py"],
+        ["gpu_poison.py"],
+        ["gpu_probation.py"],
         ["gpu_fault_drill.py", "--trials", "2", "--naive-trials", "4", "--budget-s", "150"],
     ],
     ids=lambda command: command[0],

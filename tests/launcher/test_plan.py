@@ -9,6 +9,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from mps_trainer.config import load_settings
 from mps_trainer.errors import ConfigError, PlacementError
 from mps_trainer.launcher.gpu import Gpu, GpuReading, read_gpus
 from mps_trainer.launcher.gpu_share import DEFAULT_POOL
@@ -70,6 +71,8 @@ def test_auto_without_mps_takes_the_gpu_with_most_free_memory_recorded_two_h200(
 def test_auto_with_mps_waits_for_the_first_engine_recorded_two_h200(write_config: Write) -> None:
     found = plan(write_config(settings("device: auto")), TWO_GPUS)
     assert (found.device, found.mps) == ("cuda", "on")
+    resolved = found.resolve(load_settings({}))
+    assert load_settings(resolved.dump()) == resolved, "the sidecar cannot read what the plan made of the settings"
     assert "summons" in found.reasons[0]
 
 

@@ -4,11 +4,12 @@ The GPU is recorded (fake_nvml), the control binary and the engine are stand-ins
 """
 
 import json
+import os
 import re
 import time
 
 import pytest
-from mps_helpers import UUIDS, join, nothing_is_left, supervisor_log, wait_for
+from mps_helpers import HERE, UUIDS, join, nothing_is_left, supervisor_log, wait_for
 
 from mps_trainer.errors import MpsTrainerError, RunError
 from mps_trainer.launcher.process import ProcessIdentity
@@ -79,3 +80,34 @@ def test_run_that_cannot_have_the_gpu_says_who_has_it_and_leaves_nothing(start):
     with take_gpu(UUIDS[0], "other run"), pytest.raises(MpsTrainerError, match="other run"):
         start("cuda:0", 1)
     assert list(mps_folder("x").path.parent.glob("*")) == []
+
+
+def test_task_of_ones_own_goes_on_probation_on_the_recorded_gpu_of_the_run(start, monkeypatch, tmp_path):
+    support = HERE.parent / "support"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(support), os.environ["PYTHONPATH"]]))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/somebody-elses")
+    with pytest.raises(MpsTrainerError, match=r"probation is to be on cuda:0, but torch .* sees no CUDA device"):
+        start("cuda:0", 1, more='task: "tried_tasks:Good"')
+    run_dir = tmp_path / "ckpt" / "lab" / "run.mps-trainer" / "latest"
+    assert json.loads((run_dir / "probation.json").read_text())["where"] == "on cuda:0"
+    assert not (run_dir / "fake.log").exists()
+    nothing_is_left(run_dir.resolve().name)
+
+
+def test_run_whose_recorded_gpus_are_full_tries_on_the_cpu_which_is_no_measure_of_time(start, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent / "support"), os.environ["PYTHONPATH"]]))
+    run = start("auto", 2, more='task: "tried_tasks:Hangs", probation_timeout: 8s, memory: 139GiB')
+    assert run.status().state is State.WAITING
+    assert "on the CPU, since no idle GPU has 140.0 GiB free" in supervisor_log(run)
+    assert "probation was not over after 8 s; the CPU is no measure" in supervisor_log(run)
+    run.stop()
+    nothing_is_left(run.record.run_id)
+
+
+def test_run_whose_recorded_gpu_is_not_known_yet_takes_an_idle_one_for_probation(start, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent / "support"), os.environ["PYTHONPATH"]]))
+    with pytest.raises(MpsTrainerError, match="sees no CUDA device"):
+        start("auto", 2, more='task: "tried_tasks:Good"')
+    run_dir = tmp_path / "ckpt" / "lab" / "run.mps-trainer" / "latest"
+    assert "on cuda:1, which is idle; no engine has named a GPU yet" in (run_dir / "supervisor.log").read_text()
+    nothing_is_left(run_dir.resolve().name)
