@@ -23,13 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import machine
+from gpu_lab import lab_gpus, machine
 
 from mps_trainer.config.units import parse_size
 from mps_trainer.launcher.runs import RunView, end_runs, list_runs
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import all_mps_folders, mps_folder
-from mps_trainer.mps.nvml import GpuFacts, read_nvml
+from mps_trainer.mps.nvml import GpuFacts
 from mps_trainer.mps.process import ProcessIdentity
 
 CONFIG = """\
@@ -112,7 +112,7 @@ def processes_of(run: RunView) -> dict[str, ProcessIdentity | None]:
 
 
 def gpu_now() -> GpuFacts:
-    return read_nvml().gpus[0]
+    return lab_gpus()[0]
 
 
 def end(run: RunView, before: GpuFacts) -> dict[str, Any]:
