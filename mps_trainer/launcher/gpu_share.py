@@ -38,7 +38,7 @@ DEFAULT_POOL = 4 * 2**30
 # Under what an engine waits itself (the plugin's limit), so that it hears the reason.
 ANSWER_S = 90.0
 _ROLLOUT = "rollout"
-_SPANNING = "; it spans {} GPUs: an illegal memory access in the sidecar would take all of that engine down"
+_SPANNING = "; it spans {} GPUs: an illegal memory access in the sidecar would take the whole engine down"
 
 
 class GpuShare:

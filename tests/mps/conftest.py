@@ -7,10 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from mps_helpers import CONFIG, FAKE_CONTROL, FAKE_SIDECAR, GIB, HERE, UUIDS
+from mps_helpers import CONFIG, FAKE_CONTROL, FAKE_SIDECAR, GIB, HERE, UUIDS, wait_for
 
 from mps_trainer.launcher.gpu import Gpu, GpuReading
 from mps_trainer.launcher.machine import Machine
+from mps_trainer.launcher.process_titles import command_line
 from mps_trainer.launcher.runs import end_runs, list_runs
 from mps_trainer.launcher.up import prepare, start_run
 from mps_trainer.mps.control import MpsDaemon
@@ -74,6 +75,8 @@ def process():
     def start(title, **env):
         child = subprocess.Popen([title, "60"], executable="/bin/sleep", env=env)
         started.append(child)
+        # Popen comes back at the exec, a moment before the kernel has set the new command line.
+        wait_for(lambda: command_line(child.pid) == f"{title} 60")
         return child
 
     yield start

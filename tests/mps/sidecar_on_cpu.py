@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 
@@ -21,9 +22,10 @@ class MockedGpu:
         self._lap = lap
         lap("context")
 
-    def secure(self, worst_step: Callable[[], None]) -> None:
+    def secure(self, worst_step: Callable[[], None]) -> SimpleNamespace:
         worst_step()
         self._lap("dry step")
+        return SimpleNamespace(step_ms=1.0)
 
 
 startup.SharedGpu = MockedGpu  # type: ignore[assignment,misc]
