@@ -24,8 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_fault_drill import Counter
-from gpu_lab import SCRIPTS, Job, WarmParent, gpu_uuids, machine
+from gpu_lab import SCRIPTS, Counter, Job, WarmParent, gpu_uuids, machine
 
 from mps_trainer.config import load_settings
 from mps_trainer.errors import PlacementError

@@ -27,6 +27,7 @@ from mps_trainer.mps.summons import EngineRecord
 log = logging.getLogger("mps_trainer.supervisor")
 
 _EVERY_S = 2.0
+SERVER_NAME = "nvidia-cuda-mps-server"
 _JOINED = ("starting", "ready")
 
 
@@ -119,7 +120,10 @@ class Neighbours:
         clients = {client.pid for client in self._daemon.clients()}
         found = {}
         for process in unknown:
-            if process.pid in servers or self._belongs(process.pid, sidecar_pid, clients, engines):
+            # A server sees every GPU, so the one of another run on another GPU stands in this GPU's list as well (seen
+            # on two H200). It computes nothing itself: its clients are listed on their own, where they compute.
+            is_server = process.pid in servers or command_line(process.pid).startswith(SERVER_NAME)
+            if is_server or self._belongs(process.pid, sidecar_pid, clients, engines):
                 self._accepted.add(process)
             else:
                 found[process] = self._strangers.get(process) or self._stranger(process, engines)

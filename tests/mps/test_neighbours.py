@@ -60,6 +60,14 @@ def test_recorded_neighbours_of_a_run_alone_on_its_gpu_are_nobodys_business(gpu,
     assert (watch.reason, watch.refusal) == ("", None)
 
 
+def test_recorded_server_of_another_run_on_another_gpu_is_no_stranger(gpu, process):
+    sidecar, server = process(SIDECAR), process("nvidia-cuda-mps-server")
+    gpu.there = [sidecar.pid, server.pid]
+    watch = gpu.neighbours(insist=True)
+    look_twice(watch, sidecar)
+    assert (watch.reason, watch.refusal) == ("", None)
+
+
 def test_recorded_verl_worker_pauses_with_auto_and_the_sidecar_goes_on_when_it_is_gone(gpu, process):
     sidecar, verl = process(SIDECAR), process(VERL)
     gpu.there = [sidecar.pid, verl.pid]
