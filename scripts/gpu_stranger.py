@@ -125,7 +125,7 @@ def with_auto(run: RunHandle, stranger: Stranger) -> dict[str, Any]:
     ready = time.monotonic()
     wait_for(trains(run.record), LIMIT_S, "it trains again")
     after = status(run)
-    found = {
+    found: dict[str, Any] = {
         "s from its first product to PAUSED": paused - came, "s paused": gone - paused,
         "s from its end to READY": ready - gone, "reason": first.error,
         "named by PID and command line": stranger.is_named_in(first.error),
@@ -136,7 +136,7 @@ def with_auto(run: RunHandle, stranger: Stranger) -> dict[str, Any]:
     found["right"] = (
         found["named by PID and command line"] and found["steps in the pause"] == 0 and not found["restarts"]
         and last.updated - first.updated > PAUSE_S - STATUS_S and found["the same sidecar"]
-        and found["steps after it"] > 0 and not found["error after it"]
+        and after.version > last.version and not found["error after it"]
     )  # fmt: skip
     return found
 
@@ -146,7 +146,7 @@ def with_on(run: RunHandle, stranger: Stranger) -> dict[str, Any]:
     wait_for(lambda: run.supervisor.poll() is not None, 2 * LIMIT_S, f"the run ends ({run.run_dir})")
     ended = time.monotonic()
     last = status(run)
-    found = {
+    found: dict[str, Any] = {
         "s from its first product to the end of the run": ended - came, "state": last.state.value,
         "supervisor's exit code": run.supervisor.returncode, "error": last.error,
         "named by PID and command line": stranger.is_named_in(last.error), "restarts": last.restarts,
