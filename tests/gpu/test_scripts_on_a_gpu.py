@@ -26,6 +26,7 @@ pytestmark = [
         ["gpu_intake.py"],
         ["gpu_poison.py"],
         ["gpu_probation.py"],
+        ["gpu_stranger.py"],
         ["gpu_fault_drill.py", "--trials", "2", "--naive-trials", "4", "--budget-s", "150"],
     ],
     ids=lambda command: command[0],

@@ -21,6 +21,7 @@ from mps_trainer.launcher.runs import end_runs, list_runs
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.placement import GpuPlacement
 from mps_trainer.run import State, is_held
+from mps_trainer.run.doing import DoingFile
 
 
 def kill_the_waiting(run, restarts):
@@ -43,6 +44,17 @@ def test_fake_sidecar_that_dies_while_it_waits_is_started_again_and_can_be_summo
     assert join(run, UUIDS[1])["env"]
     assert GpuPlacement.load(mps_folder(run.record.run_id)).gpu_uuid == UUIDS[1]
     assert lives(run) == ["start", "start", "told"]
+    run.stop()
+    nothing_is_left(run.record.run_id)
+
+
+def test_fake_sidecar_that_waits_for_an_engine_is_not_taken_for_hung(start):
+    run = start("auto", 2, more="hang_timeout: 1s")
+    # Such as one that a former life has left: nobody beats while it waits.
+    DoingFile(run.run_dir, 1).close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.supervisor.wait(4)
+    assert (run.status().state, run.status().pid, run.status().restarts) == (State.WAITING, run.sidecar_pid, 0)
     run.stop()
     nothing_is_left(run.record.run_id)
 

@@ -8,7 +8,15 @@ from real_sidecar import token_rows
 
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.run import State
+from mps_trainer.run.doing import read_beat, read_doing
 from mps_trainer.run.exit_codes import OK
+
+
+def wait_until(condition, what, timeout_s=20.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
 
 
 def wait_for_state(run, state, timeout_s=20.0):
@@ -32,6 +40,9 @@ def test_a_paused_sidecar_neither_scores_nor_trains_and_goes_on_afterwards(make_
             channel.send(token_rows(np.random.default_rng(0), 50, 0), request_id=1, want_scores=True)
             assert channel.receive_scores(1, timeout_s=1.0) is None
             assert (run.status().version, run.status().experiences) == (0, 0)
+            before = read_beat(run.run_dir)
+            wait_until(lambda: read_beat(run.run_dir) > before, "a beat: no watchdog may take a pause for a hang")
+            assert str(read_doing(run.run_dir)) == "waiting for records"
             folder.set_pause("")
             wait_for_state(run, State.READY)
             channel.send(token_rows(np.random.default_rng(2), 50, 100), request_id=3, want_scores=True)
