@@ -8,7 +8,8 @@
     |   `-- CorruptRecordError           bytes in shared memory that do not add up
     |-- RunError(RuntimeError)           a run could not be started, found or stopped
     |   `-- AlreadyRunningError          another run holds this config
-    `-- PlacementError(RuntimeError)     the wanted device or MPS mode is not possible here
+    |-- PlacementError(RuntimeError)     the wanted device or MPS mode is not possible here
+    `-- GpuFaultError(RuntimeError)      the CUDA context is dead: a device-side assert, an illegal address
 
 A message says what was found, what was needed and what to do. Each class is also the standard type that it
 replaces, and survives pickling, because Ray moves exceptions between processes.
@@ -59,3 +60,7 @@ class AlreadyRunningError(RunError):
 
 class PlacementError(MpsTrainerError, RuntimeError):
     """The wanted device or MPS mode is not possible on this machine."""
+
+
+class GpuFaultError(MpsTrainerError, RuntimeError):
+    """The CUDA context of this process is dead, so nothing more can be done on the GPU, nor copied from it."""

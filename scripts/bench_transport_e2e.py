@@ -1,21 +1,19 @@
-"""The payload of bench_transport.py, codecs side by side, and the way from torch tensors to torch tensors.
+"""The payload of bench_transport.py, and the way from torch tensors to torch tensors, the codec the same for all.
 
 256 experiences with 2,048 tokens on average: tokens, logprobs and mask of the response, a reward, a feature vector of
 1,024 to 8,192 floats on three of four, prompt and response text, ids. 8.6 MB.
 """
 
-import itertools
-import json
 import multiprocessing
 import secrets
 import statistics
 import time
-import zlib
 
 import numpy as np
-import pyarrow as pa
 import torch
-from bench_transport_peers import DEPTH, LINKS, SERVICES, cpu_s, new_address
+from bench_transport_links import LINKS, new_address
+from bench_transport_machine import DEPTH, PINS, cpu_s, pin, writer_on_its_core
+from bench_transport_services import SERVICES
 
 from mps_trainer.columns import Column
 from mps_trainer.transport import Codec, OperatorChannel, RingSettings, SidecarHub
@@ -75,6 +73,14 @@ def encode_into(codec, experiences, out):
     return out[: message.nbytes]
 
 
+def encoded_batches(count=4):
+    """Arrow bytes of batches, as uint8 arrays cut to the length of the shortest."""
+    codec = Codec(COLUMNS)
+    batches = [encode_into(codec, make_experiences(seed), np.empty(16 << 20, np.uint8)) for seed in range(count)]
+    shortest = min(batch.nbytes for batch in batches) // 64 * 64
+    return [batch[:shortest] for batch in batches]
+
+
 def total_of(batch):
     """What a learner at least does: every token, logprob, mask bit and feature is read, as torch tensors."""
     sums = [torch.from_numpy(batch[name].values).sum(dtype=torch.float64).item() for name in TENSORS]
@@ -96,9 +102,10 @@ def _settings():
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
-def _ring_consumer(run_id, control):
+def _ring_consumer(run_id, core, control):
     _settings()
     with SidecarHub(run_id, COLUMNS) as hub:
+        pin(core)
         control.send("ready")
         while (n := control.recv()) is not None:
             total = 0.0
@@ -111,9 +118,10 @@ def _ring_consumer(run_id, control):
         hub.close(unlink=True)
 
 
-def _link_consumer(name, link, control):
+def _link_consumer(name, link, core, control):
     _settings()
     reader = LINKS[name][1](link)
+    pin(core)
     codec = Codec(COLUMNS)
     control.send("ready")
     while (n := control.recv()) is not None:
@@ -157,7 +165,7 @@ class _Processes:
 
 def ring_case(batches, rounds, n):
     run_id = f"b{secrets.token_hex(4)}"
-    processes = _Processes(_ring_consumer, run_id)
+    processes = _Processes(_ring_consumer, run_id, PINS[1])
     processes.start()
     with OperatorChannel.create(run_id, COLUMNS, RingSettings(), backpressure="block", block_timeout_s=60.0) as channel:
 
@@ -174,7 +182,7 @@ def link_case(name):
     def run(batches, rounds, n):
         address, codec = new_address(name), Codec(COLUMNS)
         writer = LINKS[name][0](address, 11 << 20, DEPTH)
-        processes = _Processes(_link_consumer, name, address)
+        processes = _Processes(_link_consumer, name, address, PINS[1])
         processes.start()
         # As many buffers as may be on their way: zmq and mp.Queue send from the buffer after `send` has returned.
         buffers, turn = [np.zeros(11 << 20, np.uint8) for _ in range(8)], iter(range(10**9))
@@ -217,7 +225,8 @@ def measure_end_to_end(cases, rounds, n):
     rows = {}
     for name, case in cases.items():
         try:
-            samples = list(case(batches, rounds + 1, n))[1:]
+            with writer_on_its_core(name in LINKS):
+                samples = list(case(batches, rounds + 1, n))[1:]
         except ImportError as error:
             print(f"  {name}: skipped ({error})", flush=True)
             continue
@@ -227,93 +236,3 @@ def measure_end_to_end(cases, rounds, n):
         rows[name] = ([n * N / took for took, _, _ in samples], [cpu / n for _, cpu, _ in samples])
         print(f"  {name}: {statistics.median(rows[name][0]):.0f} experiences/s", flush=True)
     return rows
-
-
-def _arrow_encode(experiences):
-    rows = rows_of(experiences)
-    names = [c.name for c in COLUMNS]
-    lists = {k: (v if k != "mask" else [m.view(np.uint8) for m in v]) for k, v in rows.items()}
-    batch = pa.RecordBatch.from_arrays([pa.array(lists[name]) for name in names], names)
-    return batch.serialize(), batch.schema
-
-
-def _safetensors_encode(experiences):
-    from safetensors.torch import save
-
-    tensors = {f"{i}.{name}": e[name] for i, e in enumerate(experiences) for name in TENSORS}
-    rest = [{k: v for k, v in e.items() if k not in TENSORS} for e in experiences]
-    return save(tensors), json.dumps(rest).encode()
-
-
-def _safetensors_decode(raw):
-    from safetensors.torch import load
-
-    tensors, rest = load(raw[0]), json.loads(raw[1])
-    return [{**r, **{name: tensors[f"{i}.{name}"] for name in TENSORS}} for i, r in enumerate(rest)]
-
-
-def _json_encode(experiences):
-    return json.dumps([{k: v.tolist() if k in TENSORS else v for k, v in e.items()} for e in experiences]).encode()
-
-
-def _json_decode(raw):
-    return [{k: torch.tensor(v) if k in TENSORS else v for k, v in e.items()} for e in json.loads(raw)]
-
-
-def measure_codecs(rounds):
-    """{codec: ([encode s], [decode s], bytes)}; encoding begins at torch tensors and ends in a reused buffer."""
-    codec, slots = Codec(COLUMNS), np.ones((2, 11 << 20), np.uint8)
-    turn = iter(range(10**9))
-    batches = [make_experiences(seed) for seed in range(4)]
-
-    def ours(experiences):
-        return encode_into(codec, experiences, slots[next(turn) % 2])
-
-    schema = _arrow_encode(batches[0])[1]
-    cases = {
-        "ours, straight into the slot, to packed columns": (ours, codec.decode, 1),
-        "ours, with the optional CRC-32 of the payload": (
-            lambda e: _summed(ours(e)),
-            lambda raw: codec.decode(_summed(raw)),
-            1,
-        ),
-        "ours, to one torch view per row": (ours, lambda raw: _row_views(codec.decode(raw)), 1),
-        "pyarrow, pa.array of lists": (
-            lambda e: _arrow_encode(e)[0],
-            lambda raw: pa.ipc.read_record_batch(raw, schema),
-            1,
-        ),
-        "safetensors, a tensor per row and column": (_safetensors_encode, _safetensors_decode, 1),
-        "JSON": (_json_encode, _json_decode, 5),
-    }
-    rows = {}
-    for name, (encode, decode, slower) in cases.items():
-        encodes, decodes, size = [], [], 0
-        for i in range(max(3, rounds // slower) if slower == 1 else 2):
-            start = time.perf_counter()
-            raw = encode(batches[i % 4])
-            middle = time.perf_counter()
-            decode(raw)
-            encodes.append(middle - start)
-            decodes.append(time.perf_counter() - middle)
-            size = sum(map(len, raw)) if isinstance(raw, tuple) else len(raw)
-        rows[name] = (encodes, decodes, size)
-        print(
-            f"  {name}: {statistics.median(encodes) * 1e3:.1f} ms, {statistics.median(decodes) * 1e3:.1f} ms",
-            flush=True,
-        )
-    return rows
-
-
-def _summed(raw):
-    zlib.crc32(raw)
-    return raw
-
-
-def _row_views(batch):
-    views = []
-    for name in TENSORS:
-        column = batch[name]
-        values, ends = torch.from_numpy(column.values), column.offsets.tolist()
-        views.append([values[a:b] for a, b in itertools.pairwise(ends)])
-    return views

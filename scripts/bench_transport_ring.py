@@ -14,6 +14,7 @@ from mps_trainer.transport.semaphores import WakeUp
 
 #: One row a message, and one column that holds its bytes.
 COLUMNS = (Column(name="message", source="message", dtype="uint8", shape=(None,), maximum=2**26),)
+ONE_SCORE = np.zeros(1, np.float32)
 
 
 class RingOut:
@@ -23,9 +24,18 @@ class RingOut:
         slots = RingSettings(num_slots=depth, slot_bytes=nbytes + 4096, reply_slot_bytes=4096)
         self.channel = OperatorChannel.create(address, COLUMNS, slots, backpressure="block", block_timeout_s=60.0)
 
+        self.asked = 0
+
     def send(self, array):
         if self.channel.send({"message": [array]}, request_id=1, want_scores=False).rows_dropped:
             raise RuntimeError("the ring dropped a message")
+
+    def ask(self, array):
+        """Send and wait for the scores, as an operator in modes filter and reward does."""
+        self.asked += 1
+        self.channel.send({"message": [array]}, request_id=self.asked, want_scores=True)
+        if self.channel.receive_scores(self.asked, 60.0) is None:
+            raise RuntimeError("the ring brought no scores")
 
     def close(self):
         self.channel.close()
@@ -38,10 +48,13 @@ class RingIn:
         self.hub = SidecarHub(address, COLUMNS)
 
     def receive(self):
-        while not self.hub.wait(1.0):
-            pass
-        self.delivery = self.hub.receive()
-        return self.delivery.batch["message"].values
+        while (delivery := self.hub.receive()) is None:
+            self.hub.wait(1.0)
+        self.delivery = delivery
+        return delivery.batch["message"].values
+
+    def answer(self):
+        self.delivery.reply(ONE_SCORE, 1)
 
     def done(self):
         self.delivery.release()

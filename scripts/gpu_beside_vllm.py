@@ -122,6 +122,9 @@ def memory_of(sidecar: int, arms: list[dict[str, Any]]) -> dict[str, Any]:
     path = Path(os.environ[MEMORY_VARIABLE])
     rows = [list(map(float, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
     mine = [row for row in rows if row[0] == sidecar]
+    # The first samples are from the dry steps before READY, when the reservation is not taken yet.
+    whole = max((row[3] for row in mine), default=0.0)
+    mine = mine[next((i for i, row in enumerate(mine) if row[3] == whole), 0) :]
     free, held = sorted({int(row[2]) for row in mine}), sorted({int(row[3]) for row in mine})
     return {
         "samples": len(mine), "free to the sidecar, bytes": free, "held by PyTorch, bytes": held,

@@ -24,8 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_fault_drill import Counter
-from gpu_lab import SCRIPTS, Job, WarmParent, gpu_uuids, machine
+from gpu_lab import SCRIPTS, Counter, Job, WarmParent, gpu_uuids, machine
 
 from mps_trainer.config import load_settings
 from mps_trainer.errors import PlacementError
@@ -157,7 +156,7 @@ def main() -> int:
         try:
             env = sidecar_env(daemon.folder.pipe_dir, uuid, 8 * GIB)
             counter = Counter(folder / "victim")
-            victim = parent.start("gpu_fault_drill:victim", str(counter.path), env=env)
+            victim = parent.start("gpu_drill_victim:victim", str(counter.path), env=env)
             if not counter.wait_for(5, 60, victim):
                 raise RuntimeError(f"no victim: {victim.result_path.read_text()}\n{daemon.log_tail('server')}")
             watch = Watch(daemon)

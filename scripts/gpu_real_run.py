@@ -20,6 +20,8 @@ from gpu_task import COMMAND_VARIABLE, MEMORY_VARIABLE, WIDTH, DrillTask
 from mps_trainer.config import Settings
 from mps_trainer.errors import MpsTrainerError, RunError, TransportError
 from mps_trainer.launcher.leftovers import find_leftovers
+from mps_trainer.launcher.neighbours import SERVER_NAME
+from mps_trainer.launcher.process_titles import command_line
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import all_mps_folders, mps_folder
 from mps_trainer.mps.process import is_descendant
@@ -161,15 +163,20 @@ def membership(run_id: str, sidecar: int, engine: int) -> dict[str, Any]:
     }
 
 
+def _computing() -> list[int]:
+    found = [p.pid for gpu in lab_gpus() for p in gpu.processes]
+    return found if not ONLY_GPU else [pid for pid in found if not command_line(pid).startswith(SERVER_NAME)]
+
+
 def what_is_left() -> dict[str, list[Any]]:
     """Of this state folder, on the GPU and in /dev/shm; all empty when nothing is."""
     try:
         files = [str(item.path) for item in find_leftovers()]
     except MpsTrainerError as error:
         files = [str(error)]
-    # NVML shows a process for a moment after its end.
+    # NVML shows a process for a moment after its end. The MPS server of a run on another GPU stands here too.
     deadline = time.monotonic() + 5
-    while (pids := [p.pid for gpu in lab_gpus() for p in gpu.processes]) and time.monotonic() < deadline:
+    while (pids := _computing()) and time.monotonic() < deadline:
         time.sleep(0.2)
     return {
         "mps folders": [run_id for run_id, _ in all_mps_folders()],

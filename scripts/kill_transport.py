@@ -1,9 +1,14 @@
 #!/usr/bin/env python3
 """Kill the writer, the reader or both at every step of the protocol, or at random moments, thousands of times.
 
-    python scripts/kill_transport.py steps [--opcodes]      at every line (or bytecode) that runs in the transport
+    python scripts/kill_transport.py steps                  at every line that runs in the transport
+    python scripts/kill_transport.py steps --acting         before every bytecode that another process can tell apart
+    python scripts/kill_transport.py steps --opcodes        before every bytecode
+    python scripts/kill_transport.py pairs                  with the other side stopped inside a step of its own
     python scripts/kill_transport.py random --trials 5000   at random moments of a running exchange
+    python scripts/kill_transport.py pressure --trials 300  the same with a slow reader, for each back-pressure policy
 
+`steps --opcodes` takes about an hour on a quiet core; `--stride 4 --offset 0` to `3` share it among four processes.
 After each kill: nothing that was acknowledged or committed is lost, nothing torn is delivered, the peer notices within
 a second, a successor goes on, every slot is usable, and at the end nothing is left in /dev/shm. A violation ends the
 script with exit status 1. Short versions of both run in tests/transport.
@@ -19,27 +24,91 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "transport"))
 from channel_peers import COLUMNS, SMALL, Child, assert_same, take
+from exchanges import EXCHANGES, pair_trial
+from pressure import POLICIES, pressure_trial
 from scenarios import TRIALS, check_usable_and_clean, rows_of, send
+from step_killer import ACTING, LINES, OPCODES
 
 from mps_trainer.transport import OperatorChannel, SidecarHub, leftovers, locks
 from mps_trainer.transport.semaphores import Doorbell
 
+ORDERS = {"total store order": True, "locks": False}
+SAY_EVERY_S = 30.0
+
+
+class Sweep:
+    """A run of its own for many trials: says where it is, and at the end that nothing was left or leaked."""
+
+    def __init__(self, what):
+        self.what, self.kills = what, 0
+        self.run_id = f"k{secrets.token_hex(4)}"
+        self._started = self._said = time.monotonic()
+        self._descriptors = len(os.listdir("/proc/self/fd"))
+        # A living member of the run: what the dead leave is then nobody else's to sweep.
+        self._member = Doorbell(self.run_id)
+
+    def count(self, at):
+        self.kills += 1
+        if time.monotonic() - self._said > SAY_EVERY_S:
+            self._said = time.monotonic()
+            print(f"  {self.what}: {self.kills} kills, at step {at}", flush=True)
+
+    def end(self, steps):
+        self._member.close(unlink_if_alone=True)
+        left = leftovers(self.run_id)
+        assert left == [], left
+        assert len(os.listdir("/proc/self/fd")) == self._descriptors, "descriptors leaked"
+        print(f"{self.what}: {self.kills} kills in {steps}, {time.monotonic() - self._started:.0f} s", flush=True)
+
 
 def steps(options):
     """Every scenario, every step, with and without the locks that only aarch64 needs."""
-    for ordered in (True, False):
-        locks.TOTAL_STORE_ORDER = ordered
-        for name, trial in TRIALS.items():
-            run_id, started = f"k{secrets.token_hex(4)}", time.monotonic()
-            member = Doorbell(run_id)
-            stop_at = 1
-            while trial(run_id, stop_at, [], opcodes=options.opcodes, repeats=options.repeats):
-                stop_at += 1
-            member.close(unlink_if_alone=True)
-            kind = "bytecodes" if options.opcodes else "lines"
-            took_s = time.monotonic() - started
-            order = "total store order" if ordered else "locks"
-            print(f"{name}, {order}: killed at each of {stop_at - 1} {kind}, {took_s:.0f} s", flush=True)
+    kind = options.steps
+    for order in options.order:
+        locks.TOTAL_STORE_ORDER = ORDERS[order]
+        for name, trial in {**TRIALS, **EXCHANGES}.items():
+            if options.only and name not in options.only:
+                continue
+            sweep = Sweep(f"{name}, {order}")
+            stop_at = 1 + options.offset
+            while trial(sweep.run_id, stop_at, [], steps=options.steps, repeats=options.repeats):
+                sweep.count(stop_at)
+                stop_at += options.stride
+            sweep.end(f"{stop_at - 1} {kind}")
+
+
+def pairs(options):
+    """Every step of one side, with `partners` steps of the other for each, and each way to kill."""
+    for order in options.order:
+        locks.TOTAL_STORE_ORDER = ORDERS[order]
+        for reader_first in (True, False):
+            sweep = Sweep(f"{'writer inside the reader' if reader_first else 'reader inside the writer'}, {order}")
+            at, more = 1 + options.offset, True
+            while more:
+                for partner in range(options.partners):
+                    other = 1 + (37 * at + 97 * partner) % options.partner_steps
+                    dies = ("writer", "reader", "both")[(at // options.stride + partner) % 3]
+                    more, _ = pair_trial(
+                        sweep.run_id, at, other, dies, reader_first=reader_first, steps=options.steps, repeats=1
+                    )
+                    sweep.count(at)
+                at += options.stride
+            sweep.end(f"{at - 1} {options.steps} of the writer")
+
+
+def pressure(options):
+    """Kills under back-pressure, each policy in turn."""
+    rng = random.Random(options.seed)
+    for policy in POLICIES:
+        started, totals = time.monotonic(), {}
+        for _ in range(options.trials):
+            run_id = f"k{secrets.token_hex(4)}"
+            for what, value in pressure_trial(run_id, policy, rng).items():
+                totals[what] = totals.get(what, 0) + value
+            left = leftovers(run_id)
+            assert left == [], left
+        said = ", ".join(f"{value} {what}" for what, value in totals.items())
+        print(f"{policy}: {options.trials} trials, {time.monotonic() - started:.0f} s: {said}", flush=True)
 
 
 def forever_sending(run_id, first):
@@ -144,14 +213,35 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     every = commands.add_parser("steps")
-    every.add_argument("--opcodes", action="store_true", help="every bytecode instead of every line")
     every.add_argument("--repeats", type=int, default=2, help="how often a line in a loop counts")
+    every.add_argument("--only", action="append", choices=[*TRIALS, *EXCHANGES])
     every.set_defaults(run=steps)
+    two = commands.add_parser("pairs")
+    two.add_argument("--partners", type=int, default=3, help="steps of the other side for each step of one")
+    two.add_argument("--partner-steps", type=int, default=500, help="so many steps of the other side take part")
+    two.set_defaults(run=pairs)
+    for sweeping in (every, two):
+        sweeping.add_argument(
+            "--opcodes", dest="steps", action="store_const", const=OPCODES, help="every bytecode instead of every line"
+        )
+        sweeping.add_argument(
+            "--acting", dest="steps", action="store_const", const=ACTING, help="bytecodes that others can tell apart"
+        )
+        sweeping.set_defaults(steps=LINES)
+        sweeping.add_argument("--stride", type=int, default=1)
+        sweeping.add_argument("--offset", type=int, default=0)
+        sweeping.add_argument("--order", action="append", choices=ORDERS)
+    slow = commands.add_parser("pressure")
+    slow.add_argument("--trials", type=int, default=300, help="for each policy")
+    slow.add_argument("--seed", type=int, default=1)
+    slow.set_defaults(run=pressure)
     some = commands.add_parser("random")
     some.add_argument("--trials", type=int, default=5000)
     some.add_argument("--seed", type=int, default=1)
     some.set_defaults(run=at_random)
     options = parser.parse_args()
+    if "order" in options and not options.order:
+        options.order = list(ORDERS)
     options.run(options)
 
 

@@ -17,7 +17,14 @@ from mps_trainer.tasks.registry import BUILT_IN_TASKS
 
 DOCS = Path(__file__).parents[1] / "docs"
 SIZES = {"memory", "ring_slot"}
-DURATIONS = {"probation_timeout", "score_timeout", "block_timeout", "ready_timeout", "idle_timeout"}
+DURATIONS = {
+    "probation_timeout",
+    "score_timeout",
+    "block_timeout",
+    "ready_timeout",
+    "hang_timeout",
+    "idle_timeout",
+}
 
 HEAD = """# Settings
 

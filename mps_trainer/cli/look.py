@@ -43,8 +43,22 @@ def status(
     else:
         show.run_table(views)
         for view in views:
-            if view.status and view.status.error:
-                show.line(f"run {view.record.run_id}: {view.status.error}", style="yellow")
+            if view.status:
+                _print_trouble(view.record.run_id, view.record.run_dir, view.status)
+
+
+def _print_trouble(run_id: str, run_dir: str, found: Status) -> None:
+    if found.error:
+        show.line(f"run {run_id}: {found.error}", style="yellow")
+    if found.ring_registered is False:
+        slow = "ring_registered is False, so batches reach the GPU slowly; sidecar.log says what to raise"
+        show.line(f"run {run_id}: {slow}", style="yellow")
+    if found.state is State.WAITING:
+        show.line(f"run {run_id}: waiting for the first rollout engine, imports done")
+    if found.last_death and found.last_death not in found.error:
+        show.line(f"run {run_id}: before its last restart: {found.last_death}", style="yellow")
+    if found.set_aside:
+        show.line(f"run {run_id}: {found.set_aside} experiences are set aside in {run_dir}/set_aside", style="yellow")
 
 
 def _print_status(found: Status) -> None:

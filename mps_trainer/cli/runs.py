@@ -18,6 +18,7 @@ from mps_trainer.launcher.run_trinity import TrinityOptions, run_trinity
 from mps_trainer.launcher.runs import RunView, end_runs, select_runs
 from mps_trainer.launcher.up import RunHandle, prepare, start_run
 from mps_trainer.launcher.verdict import EXIT_OK
+from mps_trainer.run import State
 
 ConfigArgument = Annotated[Path, typer.Argument(help="Your Trinity YAML.", metavar="CONFIG")]
 
@@ -51,7 +52,8 @@ def up(config: ConfigArgument) -> None:
     show.line()
     show.diff(run.derived.diff)
     show.line()
-    show.line(f"READY after {time.monotonic() - started:.1f} s: run {run.record.run_id}", style="bold green")
+    waits = ", waiting for its first rollout engine" if run.status().state is State.WAITING else ""
+    show.line(f"READY after {time.monotonic() - started:.1f} s: run {run.record.run_id}{waits}", style="bold green")
     _show_what_follows(config, run)
 
 
@@ -59,7 +61,10 @@ def _show_what_follows(config: Path, run: RunHandle) -> None:
     folder = Path(__file__).resolve().parents[2] / "scripts"
     stop = f"{folder / 'stop_mps.sh'}" if (folder / "stop_mps.sh").exists() else "mps-trainer down"
     show.line("Next:")
-    if not os.environ.get("RAY_ADDRESS"):
+    for name, value in run.ray_environment.items():
+        show.line(f"  export {name}={value}")
+        show.line("                                # join: env: in the shell of `ray start`, and before it")
+    if run.ray_environment or not os.environ.get("RAY_ADDRESS"):
         show.line("  ray start --head              # from this venv, unless a Ray of yours runs already;")
         show.line("                                # with more than one Ray, export RAY_ADDRESS=<host>:<port> too")
     show.line(f"  trinity run --config {_short(run.derived.path)}")

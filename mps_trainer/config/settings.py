@@ -95,7 +95,10 @@ class Settings(_Section):
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda:\d+)$", description="auto, cuda:<n> or cpu")
     mps: OnOrOff = Field("auto", description="share the rollout GPU through CUDA MPS")
-    join: Literal["plugin", "env"] = Field("plugin", description="how a vLLM engine becomes an MPS client")
+    join: Literal["plugin", "env"] = Field(
+        "plugin",
+        description="how a vLLM engine becomes an MPS client: it asks (plugin), or the shell of `ray start` says (env)",
+    )
     memory: Size | None = Field(
         None, description="the sidecar's memory reservation, such as 8GiB; on the CPU a wish, not a limit"
     )
@@ -146,6 +149,9 @@ class Settings(_Section):
         None, description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity"
     )
     ready_timeout: Duration = Field(60.0, gt=0, description="how long the launcher waits for the sidecar")
+    hang_timeout: Duration = Field(
+        120.0, ge=0, description="a sidecar that is silent for so long in one step or record is restarted; 0: never"
+    )
     idle_timeout: Duration = Field(600.0, gt=0, description="the sidecar ends this long after its last operator")
     max_restarts: int = Field(5, ge=0, description="restarts of a killed sidecar before giving up")
     run_file: str | None = Field(None, description="set by the launcher in the derived config; not by you")

@@ -19,7 +19,8 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
 from mps_trainer.errors import ConfigError
-from mps_trainer.launcher import yaml_edit
+from mps_trainer.launcher import lower_utilization, yaml_edit
+from mps_trainer.launcher.lower_utilization import Place
 from mps_trainer.launcher.trinity_config import OPERATORS_KEY, TrinityConfig
 from mps_trainer.launcher.yaml_edit import CannotEditError, Edit
 from mps_trainer.run import this_host
@@ -70,27 +71,33 @@ def check_is_ours(path: Path) -> None:
         )
 
 
-def derive(config: TrinityConfig, *, run_file: Path, one_gpu: bool) -> DerivedConfig:
+def derive(config: TrinityConfig, *, run_file: Path, one_gpu: bool, utilization: float | None = None) -> DerivedConfig:
     """Make the derived config of a run; see `derive_with`."""
     # The host too: where the coordinator runs elsewhere, the operator can then say so, and not only miss a file.
-    return derive_with(config, {"run_file": str(run_file), "run_host": this_host()}, one_gpu=one_gpu)
+    ours = {"run_file": str(run_file), "run_host": this_host()}
+    return derive_with(config, ours, one_gpu=one_gpu, utilization=utilization)
 
 
-def derive_with(config: TrinityConfig, ours: dict[str, Any], *, one_gpu: bool) -> DerivedConfig:
+def derive_with(
+    config: TrinityConfig, ours: dict[str, Any], *, one_gpu: bool, utilization: float | None = None
+) -> DerivedConfig:
     """A derived config with args of our own; ConfigError when the file has a shape that cannot be added to.
 
     Args:
         ours: args of the operator that the file does not have.
         one_gpu: the machine has exactly one GPU; Trinity turns every mode into colocate there unless the file
             says how large the cluster is.
+        utilization: the highest gpu_memory_utilization of an engine (`join: env`); None leaves each as it is.
     """
     original = config.path.read_text()
+    shares = lower_utilization.places_to_lower(config.path, utilization)
     shape = one_gpu and config.mode != "colocate" and not config.has_cluster_shape
     try:
         tree = yaml_edit.load(original)
         edits = [*_top_edits(original, tree, config, shape), _args_edit(original, tree, config, ours)]
+        edits += [lower_utilization.edit(original, tree, place, share) for place, share in shares.items()]
         body = yaml_edit.apply(original, edits)
-        changed_as_meant = yaml_edit.plain(body) == _wanted(original, config, ours, shape)
+        changed_as_meant = yaml_edit.plain(body) == _wanted(original, config, ours, shape, shares)
     except (CannotEditError, YAMLError, RecursionError) as error:
         raise _cannot_add(config, str(error).splitlines()[0]) from None
     if not changed_as_meant:
@@ -138,7 +145,9 @@ def _args_edit(text: str, tree: CommentedMap, config: TrinityConfig, ours: dict[
     return yaml_edit.add_to_map(text, operator["args"], ours)
 
 
-def _wanted(original: str, config: TrinityConfig, ours: dict[str, Any], shape: bool) -> Any:
+def _wanted(
+    original: str, config: TrinityConfig, ours: dict[str, Any], shape: bool, shares: Mapping[Place, float]
+) -> Any:
     # The operator is copied before it changes: an anchor that it shares with another must not seem to change too.
     tree = yaml_edit.plain(original)
     if not tree.get("ray_namespace"):
@@ -151,13 +160,16 @@ def _wanted(original: str, config: TrinityConfig, ours: dict[str, Any], shape: b
     operator = copy.copy(node[config.operator_index])
     operator["args"] = {**ours, **(operator.get("args") or {})}
     node[config.operator_index] = operator
+    for place, share in shares.items():
+        tree = lower_utilization.lower(tree, place, share)
     return tree
 
 
 def _cannot_add(config: TrinityConfig, reason: str) -> ConfigError:
     return ConfigError(
         f"cannot make the derived config of {config.path.name}: {reason}",
-        "write our operator's block (name and args) and the top level out, without anchors, aliases or inline braces",
+        "write our operator's block (name and args), the top level and, with join: env, the engines' blocks out, "
+        "without anchors, aliases or inline braces",
     )
 
 

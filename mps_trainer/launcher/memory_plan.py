@@ -25,6 +25,8 @@ ENGINE_EXTRA = 3 * GIB
 # A reservation below this is no use: PyTorch's small segments and one step of anything.
 SMALLEST_POOL = 256 * MIB
 _STEP = 0.001
+# The most that an engine could ask for: what the plan gives is a cap, and the engine takes the smaller number.
+_HIGHEST_UTILIZATION = 0.99
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ def plan_memory(
     return MemoryPlan(
         total, pool + overhead, pool, tuple(shares), (*rows, ("unused", rest)), tuple(_warnings(engines, shares))
     )
+
+
+def plan_for_any_engine(total: int, used: int, pool: int) -> MemoryPlan:
+    """The plan before it is known what an engine asks for; `utilization[0]` is the most that engines may have."""
+    return plan_memory(total, used, [EngineWish("engine", _HIGHEST_UTILIZATION)], wish=pool)
 
 
 def _pool(dry_step: int, wish: int | None) -> int:

@@ -12,7 +12,9 @@ from mps_trainer.errors import ConfigError, PlacementError
 from mps_trainer.launcher.gpu import Gpu
 from mps_trainer.launcher.gpu_share import DEFAULT_POOL
 from mps_trainer.launcher.machine import Machine
+from mps_trainer.launcher.memory_plan import plan_for_any_engine
 from mps_trainer.launcher.trinity_config import TrinityConfig
+from mps_trainer.mps.checks import PLUGINS_VARIABLE
 
 # What a channel holds beside the feed slots: a header page, and four reply slots of 256 KiB.
 CHANNEL_OVERHEAD = 4096 + 4 * 256 * 2**10
@@ -34,6 +36,7 @@ class Plan:
         memory: the sidecar's reservation in bytes; None leaves it to the task.
         shm: bytes of /dev/shm for one operator's channel.
         num_gpus: GPUs that NVML sees.
+        utilization: the highest gpu_memory_utilization in the derived config (`join: env`); None leaves it alone.
         reasons: one line for each decision.
     """
 
@@ -43,10 +46,11 @@ class Plan:
     shm: int
     num_gpus: int
     reasons: tuple[str, ...]
+    utilization: float | None = None
 
     def resolve(self, settings: Settings) -> Settings:
         """The settings with `auto` and shares replaced by what was decided."""
-        # "cuda" is no value of the setting, and the sidecar reads the settings as a user's.
+        # "cuda" is no word of the user's: until an engine has said which GPU it is, auto stays auto.
         device = "auto" if self.device == "cuda" else self.device
         return settings.model_copy(
             update={"device": device, "mps": self.mps, "memory": self.memory, "memory_fraction": None}
@@ -65,16 +69,18 @@ def make_plan(config: TrinityConfig, machine: Machine) -> Plan:
     mps, why_mps = _decide_mps(config, device, machine)
     if mps == "on" and settings.device == "auto" and len(machine.gpu.gpus) > 1:
         # Ray decides which GPU an engine gets, and it has not yet.
+        _refuse_summons_without_plugin(settings)
         device, why_device = "cuda", "device: the GPU of the first rollout engine, which summons the sidecar"
     memory, why_memory = _decide_memory(settings, device, machine)
     if mps == "on" and memory is None:
         memory = DEFAULT_POOL
         why_memory = f"memory: {format_size(memory)}, the default on a shared GPU; it never changes during the run"
+    utilization, why_join = _decide_join(settings, device, mps, memory, machine)
     shm = settings.ring_slots * settings.ring_slot + CHANNEL_OVERHEAD
     _check_shm(settings, shm, machine)
     why_shm = f"shared memory: {format_size(shm)} for each operator, {format_size(machine.shm_free)} free in /dev/shm"
-    reasons = tuple(line for line in (why_device, why_mps, why_memory, why_shm) if line)
-    return Plan(device, mps, memory, shm, len(machine.gpu.gpus), reasons)
+    reasons = tuple(line for line in (why_device, why_mps, why_join, why_memory, why_shm) if line)
+    return Plan(device, mps, memory, shm, len(machine.gpu.gpus), reasons, utilization)
 
 
 def _decide_device(settings: Settings, machine: Machine) -> tuple[str, str]:
@@ -110,7 +116,7 @@ def _decide_mps(config: TrinityConfig, device: str, machine: Machine) -> tuple[s
     elif device == "cpu":
         obstacle = "the sidecar trains on the CPU"
     else:
-        obstacle = why_no_mps(device, machine)
+        obstacle = why_no_mps(device, machine, config.settings.join)
     if not obstacle:
         return "on", "mps: on, the GPU is shared with the rollout"
     if wish == "on":
@@ -118,10 +124,34 @@ def _decide_mps(config: TrinityConfig, device: str, machine: Machine) -> tuple[s
     return "off", f"mps: off, since {obstacle}"
 
 
-def why_no_mps(device: str, machine: Machine) -> str:
+def why_no_mps(device: str, machine: Machine, join: str = "plugin") -> str:
     """Why this GPU cannot be shared through MPS; "" when nothing speaks against it."""
-    about = [(name, found) for name, found in machine.mps_problems if name == device or not name.startswith("cuda:")]
+    about = [
+        (name, found)
+        for name, found in machine.mps_problems
+        if name == device or not (name.startswith("cuda:") or (name == PLUGINS_VARIABLE and join == "env"))
+    ]
     return "; ".join(f"{name}: {found}" for name, found in about)
+
+
+def _refuse_summons_without_plugin(settings: Settings) -> None:
+    if settings.join == "env":
+        raise PlacementError(
+            "device: auto waits until a rollout engine says on which GPU it is; with join: env no engine does",
+            "name the GPU that Ray gives to the rollout engine (device: cuda:<n>, see where it runs with nvidia-smi), "
+            "or use join: plugin",
+        )
+
+
+def _decide_join(
+    settings: Settings, device: str, mps: str, memory: int | None, machine: Machine
+) -> tuple[float | None, str]:
+    if mps == "off" or settings.join == "plugin":
+        return None, ""
+    gpu = _gpu_of(device, machine)
+    # All engines of the file: which of them gets this GPU is for Ray to decide.
+    share = plan_for_any_engine(gpu.total, gpu.total - gpu.free, memory or DEFAULT_POOL).utilization[0]
+    return share, f"join: env, as you asked: every engine gets at most gpu_memory_utilization {share:.3f}"
 
 
 def _decide_memory(settings: Settings, device: str, machine: Machine) -> tuple[int | None, str]:

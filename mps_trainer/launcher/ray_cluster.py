@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import psutil
@@ -52,12 +53,19 @@ class Ray:
 
 
 @contextlib.contextmanager
-def use_ray(choice: RayChoice, yaml_address: str, progress: Callable[[str], None], logs: Path) -> Iterator[Ray]:
+def use_ray(
+    choice: RayChoice,
+    yaml_address: str,
+    progress: Callable[[str], None],
+    logs: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Ray]:
     """A Ray for the length of the `with`; a private one is stopped at its end.
 
     Args:
         yaml_address: `cluster.ray_address` of the user's YAML; Trinity follows it whatever we start.
         logs: where a private Ray's output goes.
+        environment: what the processes of a private Ray get besides this process's own.
     """
     if yaml_address != "auto" and choice == "private":
         raise ConfigError(
@@ -69,7 +77,7 @@ def use_ray(choice: RayChoice, yaml_address: str, progress: Callable[[str], None
         if found is not None:
             yield found
             return
-    with private_ray(progress, logs) as ray:
+    with private_ray(progress, logs, environment=environment) as ray:
         yield ray
 
 

@@ -7,7 +7,7 @@ import time
 
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
-# A life that lasts this long after READY shows that the sidecar can work; what came before no longer counts.
+# A life that lasts this long after READY (or warm) shows that the sidecar can work; what came before no longer counts.
 _HEALTHY_S = 600.0
 
 
@@ -17,6 +17,7 @@ class RestartBudget:
     Attributes:
         total: over the whole run, for the status.
         in_a_row: since the last healthy life; more than `limit` of them end the run.
+        was_warm: whether any life got as far as waiting for an engine.
         was_ready: whether any life got as far as READY; before that a death is a failed start.
     """
 
@@ -24,12 +25,18 @@ class RestartBudget:
         self.limit = limit
         self.total = 0
         self.in_a_row = 0
+        self.was_warm = False
         self.was_ready = False
         self._ready_since = math.inf
 
     def note_start(self) -> None:
         """A life begins."""
         self._ready_since = math.inf
+
+    def note_waiting(self) -> None:
+        """The sidecar is warm; its health counts from here, and it has not been ready."""
+        self.was_warm = True
+        self._ready_since = time.monotonic()
 
     def note_ready(self) -> None:
         """The sidecar is ready."""

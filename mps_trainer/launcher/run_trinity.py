@@ -13,12 +13,13 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedWriter
 from pathlib import Path
+from types import MappingProxyType
 
-from mps_trainer.errors import RunError
+from mps_trainer.errors import ConfigError, RunError
 from mps_trainer.launcher.executables import find_executable
 from mps_trainer.launcher.process import spawn, stop
 from mps_trainer.launcher.ray_cluster import RayChoice, use_ray
@@ -82,6 +83,7 @@ def _run_plain(config: TrinityConfig, yaml: Path, options: TrinityOptions) -> Ve
 
 
 def _run_with_sidecar(prepared: Prepared, options: TrinityOptions) -> Verdict:
+    _require_own_ray(prepared, options)
     run_id = new_run_id()
     paths = run_paths(run_id)
     with contextlib.ExitStack() as stack:
@@ -98,7 +100,7 @@ def _run_with_sidecar(prepared: Prepared, options: TrinityOptions) -> Verdict:
             sidecar_command=options.sidecar_command,
         )
         stack.callback(run.stop)
-        with _ray(prepared.config, options, run.run_dir) as environment:
+        with _ray(prepared.config, options, run.run_dir, run.ray_environment) as environment:
             outcome = _trinity(prepared.config, run.derived.path, run.run_dir, environment, options)
         supervisor_code = run.supervisor.poll()
         options.progress("stopping the sidecar: it takes what is left and saves a checkpoint")
@@ -107,9 +109,23 @@ def _run_with_sidecar(prepared: Prepared, options: TrinityOptions) -> Verdict:
         return replace(verdict, notes=(*verdict.notes, f"what it learnt: mps-trainer report {run.run_dir}"))
 
 
+def _require_own_ray(prepared: Prepared, options: TrinityOptions) -> None:
+    assert prepared.plan is not None
+    if prepared.plan.utilization is not None and (options.ray == "existing" or prepared.config.ray_address != "auto"):
+        raise ConfigError(
+            "join: env needs a Ray that starts after the run's MPS daemon, with its place in the environment",
+            "use --ray private and no cluster.ray_address; or `mps-trainer up`, then the export that it prints, then "
+            "`ray start`",
+        )
+
+
 @contextlib.contextmanager
-def _ray(config: TrinityConfig, options: TrinityOptions, logs: Path) -> Iterator[dict[str, str]]:
-    with use_ray(options.ray, config.ray_address, options.progress, logs) as ray:
+def _ray(
+    config: TrinityConfig, options: TrinityOptions, logs: Path, inherited: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[dict[str, str]]:
+    # A Ray that runs already cannot have been started with what this run has only made now.
+    choice = "private" if inherited else options.ray
+    with use_ray(choice, config.ray_address, options.progress, logs, inherited) as ray:
         options.progress(f"Ray: {ray.description}")
         yield {**os.environ, **ray.environment}
 

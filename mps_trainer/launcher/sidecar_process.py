@@ -1,4 +1,4 @@
-"""One life of a sidecar: its command, its environment, its READY line and its end."""
+"""One life of a sidecar: its command, its environment, what it says before READY, the word to go on, its end."""
 
 from __future__ import annotations
 
@@ -36,22 +36,37 @@ def sidecar_environment(record: RunRecord, inherited: Mapping[str, str]) -> dict
 
 
 class SidecarProcess:
-    """A running sidecar. `ready_fd` becomes readable with its first line, or with its end."""
+    """A running sidecar.
 
-    def __init__(self, record: RunRecord, run_file: Path, command: Sequence[str] = SIDECAR_COMMAND) -> None:
+    Args:
+        warm: it does what needs no GPU, says "waiting", and goes on when `go` is called; when we die it ends in order.
+
+    Attributes:
+        ready_fd: becomes readable with each line that it says, and with its end; -1 after the last line.
+    """
+
+    def __init__(
+        self, record: RunRecord, run_file: Path, command: Sequence[str] = SIDECAR_COMMAND, *, warm: bool = False
+    ) -> None:
         self._record = record
         self.log = Path(record.run_dir) / "sidecar.log"
+        self._said_waiting = False
+        self._told = not warm
+        self._buffer = b""
         self.ready_fd, child_end = os.pipe()
+        ends, arguments = [child_end], ["--run-file", str(run_file), "--ready-fd", str(child_end)]
+        self._go_fd = -1
+        if warm:
+            go_end, self._go_fd = os.pipe()
+            ends.append(go_end)
+            arguments += ["--go-fd", str(go_end)]
         try:
             self.child: subprocess.Popen[bytes] = spawn(
-                [*command, "--run-file", str(run_file), "--ready-fd", str(child_end)],
-                env=sidecar_environment(record, os.environ),
-                log=self.log,
-                pass_fds=[child_end],
+                [*command, *arguments], env=sidecar_environment(record, os.environ), log=self.log, pass_fds=ends
             )
         finally:
-            os.close(child_end)
-        self._buffer = b""
+            for end in ends:
+                os.close(end)
         self._yield_to_the_rollout()
 
     @property
@@ -59,18 +74,37 @@ class SidecarProcess:
         """The PID of this life."""
         return self.child.pid
 
-    def read_ready(self) -> dict[str, str] | None:
-        """Call when `ready_fd` is readable: its JSON line when that is complete; closes the pipe after it."""
+    @property
+    def is_unplaced(self) -> bool:
+        """Whether it is a warm one that has not been told to go on: it holds no GPU and nobody has sent it anything."""
+        return not self._told
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is warm, has said so, and waits to be told to go on."""
+        return self._said_waiting and not self._told
+
+    def go(self) -> bool:
+        """Tell a warm one to go on, once; False when there was nothing to tell, or nobody to hear it."""
+        if self._told:
+            return False
+        try:
+            os.write(self._go_fd, b"g")
+        except BrokenPipeError:
+            # It has died while it waited; its end is noticed by itself.
+            return False
+        self._told = True
+        return True
+
+    def read_answers(self) -> list[dict[str, str]]:
+        """Call when `ready_fd` is readable: the JSON lines that are complete; closes the pipe after the last one."""
         chunk = os.read(self.ready_fd, 65536)
-        self._buffer += chunk
-        line, newline, _ = self._buffer.partition(b"\n")
-        if chunk and not newline:
-            return None
-        self.close_pipe()
-        if not newline:
-            return None
-        answer: dict[str, str] = json.loads(line)
-        return answer
+        *lines, self._buffer = (self._buffer + chunk).split(b"\n")
+        answers: list[dict[str, str]] = [json.loads(line) for line in lines]
+        self._said_waiting = self._said_waiting or any(answer["state"] == "waiting" for answer in answers)
+        if not chunk or any(answer["state"] != "waiting" for answer in answers):
+            self.close_pipe()
+        return answers
 
     def close_pipe(self) -> None:
         """Stop listening for READY."""
@@ -80,12 +114,22 @@ class SidecarProcess:
 
     def stop(self, grace_s: float) -> Ended:
         """End it: SIGTERM, time to drain and save, then the harder ways."""
-        return stop(self.child, grace_s=grace_s, gpu_drain_s=0.0 if self._record.device == "cpu" else GPU_DRAIN_SECONDS)
+        drain_s = 0.0 if self._record.device == "cpu" else GPU_DRAIN_SECONDS
+        ended = stop(self.child, grace_s=grace_s, gpu_drain_s=drain_s)
+        self.close()
+        return ended
 
     def log_tail(self, num_lines: int = 12) -> str:
         """The last lines of its log, for a message."""
         with self.log.open(errors="replace") as file:
             return "".join(deque(file, num_lines)).strip()
+
+    def close(self) -> None:
+        """Close both pipes, once it has ended: a live one that waits would take it for our death."""
+        self.close_pipe()
+        if self._go_fd >= 0:
+            os.close(self._go_fd)
+            self._go_fd = -1
 
     def _yield_to_the_rollout(self) -> None:
         try:

@@ -1,12 +1,17 @@
 """`python -m mps_trainer.launcher.supervisor`: the small process that keeps one sidecar alive.
 
     start > READY within ready_timeout > watch --- killed ----------------> RESTARTING (backoff) > start
+                                           |------ silent for hang_timeout > stacks, a safe end > RESTARTING
                                            |------ exit 0, STOPPED (idle) -> end
                                            |------ task error, bad config > FAILED > end; the rollout goes on
                                            |------ exit 0 otherwise ------> FAILED > end; it was the task's doing
                                            `------ SIGTERM, owner gone ---> SIGTERM, drain, (SIGSTOP,) SIGKILL > end
 
+    [probation of a task of the user's own] > start ...   once, before the first start
+    start > imports, task built > WAITING > an engine is placed > "go on" > READY ...     device: auto on a shared GPU
+
 An end that is asked for between two lives starts one more sidecar, which takes what is in the rings and the journal.
+A sidecar that dies while it waits is restarted too, and nothing of it has to be taken.
 It holds the run's locks for life: whoever wants to know whether the run lives tests those. When it is killed the
 locks drop, and the sidecar ends in order by itself. It imports neither torch nor pyarrow and stays small.
 """
@@ -16,30 +21,29 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import selectors
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from mps_trainer.errors import MpsTrainerError, RunError
+from mps_trainer.launcher.autopsy import Autopsy
 from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.launcher.leftovers import remove_run
-from mps_trainer.launcher.probation import hold_probation
+from mps_trainer.launcher.probation import Refusal, hold_probation
 from mps_trainer.launcher.process import describe_exit
 from mps_trainer.launcher.reports import Reporter
 from mps_trainer.launcher.restarts import RestartBudget
 from mps_trainer.launcher.run_locks import hold_run_locks
+from mps_trainer.launcher.run_status import RunStatus
 from mps_trainer.launcher.sidecar_process import SIDECAR_COMMAND, SidecarProcess
-from mps_trainer.launcher.wakeup import sleeper, wakeup_pipe
-from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, Status, exit_codes, is_held
+from mps_trainer.launcher.wakeups import Wakeups
+from mps_trainer.launcher.watchdog import Watchdog
+from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, exit_codes
 
 log = logging.getLogger("mps_trainer.supervisor")
 
-_OWNER_CHECK_S = 0.5
 # An engine measures memory for a minute or two; after this it hangs, and its start is lost anyway.
 _ENGINE_START_S = 600.0
 GRACE_S = 30.0
@@ -66,136 +70,135 @@ class Supervisor:
         self._grace_s = grace_s
         self._ready_timeout = float(record.settings["ready_timeout"])
         self._restarts = RestartBudget(int(record.settings["max_restarts"]))
-        self._asked_to_end = ""
+        self._status = RunStatus(record)
+        self._autopsy = Autopsy(Path(record.run_dir))
+        self._watchdog = Watchdog(Path(record.run_dir), float(record.settings["hang_timeout"]))
         self._reported_failure = ("", "")
-        self._selector = selectors.DefaultSelector()
-        self._wakeup = self._listen_for_signals()
+        self._wakeups = Wakeups(record.owner_lock, share.look_around if share else lambda: None)
+        if share is not None:
+            share.wake = self._wakeups.wake
 
     def run(self) -> int:
         """Supervise to the end of the run; the exit code of the process."""
-        sleep = sleeper(self._selector, self._wait)
-        if refusal := hold_probation(self._record, self._run_file, self._reporter, sleep, lambda: self._asked_to_end):
-            return self._fail(*refusal) if refusal.error else exit_codes.OK
-        if self._share is not None and not self._share.is_placed and self._wait_for_engine(self._share):
-            return 0
+        if unfit := self._hold_probation():
+            return self._fail(*unfit) if unfit.error else exit_codes.OK
         while True:
             sidecar = self._start()
             problem = self._watch(sidecar)
             code = sidecar.child.poll()
             if code is None:
-                if self._asked_to_end:
+                if self._wakeups.asked_to_end:
                     return self._end(sidecar, "asked to end")
-                sidecar.stop(self._grace_s)
+                sidecar.stop(self._watchdog.grace_s(self._grace_s))
+                if self._share is not None and (refusal := self._share.refusal) is not None:
+                    return self._fail(refusal.message, refusal.todo, exit_codes.BAD_CONFIG)
                 code = exit_codes.CRASHED
+            sidecar.close()
             if self._share is not None:
-                problem += self._share.sidecar_has_ended(sidecar.pid)
+                problem += self._share.sidecar_has_ended(sidecar.pid, self._autopsy.doing())
+            others_fault = self._share is not None and self._share.others_fault
+            problem += self._autopsy.judge(code, hung=self._watchdog.found, others_fault=others_fault)
             log.info("sidecar %d ended: %s", sidecar.pid, problem)
             if code == exit_codes.OK:
                 return self._judge_success(sidecar)
-            if code in exit_codes.FINAL or not self._restarts.was_ready:
+            once_warm = self._restarts.was_warm and sidecar.is_unplaced
+            if code in exit_codes.FINAL or not (self._restarts.was_ready or once_warm):
                 return self._fail(*self._explain(sidecar, problem), code)
             backoff_s = self._restarts.count()
             count, limit = self._restarts.in_a_row, self._restarts.limit
             if self._restarts.is_spent:
                 error = f"the sidecar ended {count} times ({problem}); max_restarts is {limit}"
                 return self._fail(error, f"see {sidecar.log}", exit_codes.CRASHED)
-            self._save_status(State.RESTARTING, f"{problem}; restart {count} of {limit}")
-            if self._pause(backoff_s) or (self._share is not None and self._wait_for_gpu(self._share)):
+            self._save_status(State.RESTARTING, f"{problem}; restart {count} of {limit}", problem)
+            if self._wakeups.pause(backoff_s) or (self._share is not None and self._wait_for_gpu(self._share)):
                 return self._end_between_two_lives()
+
+    def _hold_probation(self) -> Refusal | None:
+        """Before the first sidecar only: `up` waits for it, an engine or a successor never does."""
+        sleep, wakeups = self._wakeups.sleep, self._wakeups
+        return hold_probation(self._record, self._run_file, self._reporter, sleep, lambda: wakeups.asked_to_end)
 
     def _start(self) -> SidecarProcess:
         self._reported_failure = ("", "")
         self._restarts.note_start()
-        sidecar = SidecarProcess(self._record, self._run_file, self._command)
+        self._watchdog.found = False
+        warm = self._share is not None and not self._share.is_placed
+        sidecar = SidecarProcess(self._record, self._run_file, self._command, warm=warm)
         self._reporter.progress(f"sidecar started (process {sidecar.pid}), waiting until it is ready")
         log.info("sidecar %d started", sidecar.pid)
         return sidecar
 
-    def _wait_for_engine(self, share: GpuShare) -> bool:
-        """Until the first rollout engine says which GPU it is on; True when the run shall end instead."""
-        self._reporter.progress("device: auto: the sidecar takes its place when the first rollout engine starts")
-        self._save_status(State.STARTING, "")
-        self._reporter.ready(0)
-        while not self._asked_to_end and not share.is_placed:
-            self._wait(_OWNER_CHECK_S)
-        return bool(self._asked_to_end)
-
-    def _wait_for_gpu(self, share: GpuShare, limit_s: float = _ENGINE_START_S) -> bool:
+    def _wait_for_gpu(self, share: GpuShare) -> bool:
         """Until no engine measures memory and the MPS server takes new clients; True when the run shall end instead."""
-        end = time.monotonic() + limit_s
-        while not self._asked_to_end and time.monotonic() < end:
-            if not share.must_not_change and share.server_is_clean():
-                break
-            self._wait(_OWNER_CHECK_S)
-        return bool(self._asked_to_end)
+        return self._wakeups.pause(_ENGINE_START_S, until=lambda: not share.must_not_change and share.server_is_clean())
 
     def _watch(self, sidecar: SidecarProcess) -> str:
         """Until the sidecar ends, fails to get ready, or the run shall end; says what happened to the sidecar.
 
         A successor gets the time to become ready even then: before, it could not take what its predecessor left.
         """
-        self._selector.register(sidecar.ready_fd, selectors.EVENT_READ)
-        waiting = True
         begin, limit_s = time.monotonic(), self._ready_timeout
         try:
             while True:
-                ready_fd = sidecar.ready_fd
-                if waiting and self._wait(_OWNER_CHECK_S, ready_fd):
-                    answer = sidecar.read_ready()
-                    if sidecar.ready_fd < 0:
-                        self._selector.unregister(ready_fd)
-                        waiting = False
-                    if answer is not None:
+                if self._wakeups.sleep(descriptor=sidecar.ready_fd):
+                    for answer in sidecar.read_answers():
                         self._take_answer(sidecar, answer)
-                elif not waiting:
-                    self._wait(_OWNER_CHECK_S)
                 code = sidecar.child.poll()
                 if code is not None:
                     return f"it ended with {describe_exit(code)}"
-                if self._asked_to_end and not (waiting and self._restarts.total):
-                    return "asked to end"
-                if self._asked_to_end:
+                if self._share is not None and self._share.refusal is not None:
+                    return self._share.refusal.message
+                # It may come while the sidecar is still importing; then it finds the word when it gets there.
+                if self._share is not None and self._share.is_placed and sidecar.go():
+                    begin = time.monotonic()
+                starting = sidecar.ready_fd >= 0 and not sidecar.is_waiting
+                hold = self._share is not None and self._share.must_not_change
+                # Before READY, and while it waits warm, it says nothing and other limits hold.
+                watched = sidecar.ready_fd < 0 and not self._wakeups.asked_to_end
+                if watched and (hung := self._watchdog.look(sidecar.child, hold=hold)):
+                    return hung
+                if self._wakeups.asked_to_end:
+                    if not (starting and self._restarts.was_ready):
+                        return "asked to end"
                     limit_s = min(limit_s, self._grace_s)
-                if waiting and time.monotonic() - begin > limit_s:
+                if starting and time.monotonic() - begin > limit_s:
                     return f"it was not ready after {limit_s:.0f} s"
         finally:
-            if sidecar.ready_fd >= 0:
-                self._selector.unregister(sidecar.ready_fd)
-                sidecar.close_pipe()
+            sidecar.close_pipe()
 
     def _take_answer(self, sidecar: SidecarProcess, answer: dict[str, str]) -> None:
-        if answer["state"] == "ready":
+        if answer["state"] == "failed":
+            # Its exit follows and decides; this is only the better message.
+            self._reported_failure = (answer.get("error", ""), answer.get("todo", ""))
+            return
+        if answer["state"] == "waiting":
+            self._restarts.note_waiting()
+            log.info("sidecar %d is warm and waits for the first rollout engine", sidecar.pid)
+        else:
             self._restarts.note_ready()
             log.info("sidecar %d is ready", sidecar.pid)
             if self._share is not None:
-                self._share.sidecar_is_ready()
-            self._reporter.ready(sidecar.pid)
-            if self._reporter.abandoned:
-                self._asked_to_end = self._asked_to_end or "the command that started the run was gone before READY"
-        else:
-            # Its exit follows and decides; this is only the better message.
-            self._reported_failure = (answer.get("error", ""), answer.get("todo", ""))
+                self._share.sidecar_is_ready(sidecar.pid)
+        self._reporter.ready(sidecar.pid)
+        if self._reporter.abandoned:
+            self._wakeups.ask_to_end("the command that started the run was gone before READY")
 
     def _explain(self, sidecar: SidecarProcess, problem: str) -> tuple[str, str]:
         error, todo = self._reported_failure
         if error:
             return error, todo
-        status = self._saved_status()
+        status = self._status.load()
         if status is not None and status.state is State.FAILED and status.error:
             return status.error, ""
         return f"the sidecar could not go on: {problem}\n{sidecar.log_tail()}", f"see {sidecar.log}"
 
     def _judge_success(self, sidecar: SidecarProcess) -> int:
         # A task can end the process with code 0 too; only a sidecar that has saved everything writes STOPPED.
-        if not self._has_stopped():
+        if not self._status.has_stopped:
             todo = f"look for sys.exit() or os._exit() in the task and what it imports; see {sidecar.log}"
             return self._fail("the sidecar ended with exit code 0 without being asked", todo, exit_codes.OK)
         self._reporter.failed("the sidecar was ended before it was ready", "start it again")
         return exit_codes.OK
-
-    def _has_stopped(self) -> bool:
-        status = self._saved_status()
-        return status is not None and status.state is State.STOPPED
 
     def _fail(self, error: str, todo: str, code: int) -> int:
         if self._share is not None:
@@ -208,60 +211,29 @@ class Supervisor:
 
     def _end_between_two_lives(self) -> int:
         """One more sidecar takes what is in the rings and the journal, and saves it."""
+        if not self._restarts.was_ready:
+            # They have only waited for an engine: nothing was sent to them.
+            self._save_status(State.STOPPED, "")
+            return 0
         sidecar = self._start()
         return self._end(sidecar, self._watch(sidecar))
 
     def _end(self, sidecar: SidecarProcess, problem: str) -> int:
-        log.info("ending sidecar %d: %s", sidecar.pid, self._asked_to_end)
+        log.info("ending sidecar %d: %s", sidecar.pid, self._wakeups.asked_to_end)
         ended = sidecar.stop(self._grace_s)
         log.info("sidecar %d %s", sidecar.pid, ended.value)
         code = sidecar.child.returncode
-        if code != 0 or not self._has_stopped():
+        if code == -signal.SIGTERM and not self._restarts.was_ready:
+            # Before it could listen to signals; nothing has been learned that it could have saved.
+            self._save_status(State.STOPPED, "")
+        elif code != 0 or not self._status.has_stopped:
             what = f"{problem}; the sidecar was {ended.value} ({describe_exit(code)})"
             self._save_status(State.FAILED, str(RunError(*self._explain(sidecar, what))))
-        self._reporter.failed(f"the run was ended before it was ready: {self._asked_to_end}", "start it again")
+        self._reporter.failed(f"the run was ended before it was ready: {self._wakeups.asked_to_end}", "start it again")
         return 0
 
-    def _save_status(self, state: State, error: str) -> None:
-        status = self._saved_status() or Status(run_id=self._record.run_id, device=self._record.device)
-        status = replace(status, state=state, pid=0, restarts=self._restarts.total, error=error)
-        status.save(Path(self._record.run_dir))
-
-    def _saved_status(self) -> Status | None:
-        try:
-            return Status.load(Path(self._record.run_dir))
-        except RunError:
-            return None
-
-    def _listen_for_signals(self) -> int:
-        reading, writing = wakeup_pipe()
-        if self._share is not None:
-            self._share.wake = lambda: os.write(writing, b"\0")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note_signal)
-        self._selector.register(reading, selectors.EVENT_READ)
-        return reading
-
-    def _note_signal(self, number: int, _frame: object) -> None:
-        self._asked_to_end = self._asked_to_end or f"asked with {signal.Signals(number).name}"
-
-    def _wait(self, timeout_s: float, descriptor: int = -1) -> bool:
-        """Sleep until a signal, the pipe or the time is up; whether `descriptor` is readable."""
-        ready = [key.fd for key, _ in self._selector.select(timeout_s)]
-        if self._wakeup in ready:
-            os.read(self._wakeup, 4096)
-        if self._record.owner_lock and not is_held(Path(self._record.owner_lock)):
-            self._asked_to_end = self._asked_to_end or "the process that owns the run is gone"
-        if self._share is not None:
-            self._share.prove_engines()
-        return descriptor in ready
-
-    def _pause(self, seconds: float) -> bool:
-        """Wait before a restart; True when the run shall end instead."""
-        end = time.monotonic() + seconds
-        while not self._asked_to_end and (left := end - time.monotonic()) > 0:
-            self._wait(min(left, _OWNER_CHECK_S))
-        return bool(self._asked_to_end)
+    def _save_status(self, state: State, error: str, last_death: str = "") -> None:
+        self._status.save(state, error, restarts=self._restarts.total, last_death=last_death)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -282,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = RunRecord.load(options.run_file)
         locks = hold_run_locks(record, paths, options.lock_fd)
         if record.mps == "on":
-            share = GpuShare(record.run_id, record.device, record.settings.get("memory"))
+            share = GpuShare.of_run(record)
             reporter.progress("starting the MPS daemon of this run")
             share.start()
         supervisor = Supervisor(

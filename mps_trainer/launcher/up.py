@@ -25,6 +25,8 @@ from mps_trainer.launcher.process import Ended, spawn, stop
 from mps_trainer.launcher.reports import wait_until_ready
 from mps_trainer.launcher.run_locks import take_run_locks
 from mps_trainer.launcher.trinity_config import TrinityConfig, read_trinity_config
+from mps_trainer.mps.environment import PIPE_VARIABLE
+from mps_trainer.mps.folder import mps_folder
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, Status, new_run_id, run_paths
 
 SUPERVISOR_COMMAND = (sys.executable, "-m", "mps_trainer.launcher.supervisor")
@@ -49,7 +51,12 @@ class Prepared:
 
     def derived(self, run_file: Path) -> DerivedConfig:
         """The derived config for a run file."""
-        return derive(self.config, run_file=run_file, one_gpu=self.plan is not None and self.plan.num_gpus == 1)
+        return derive(
+            self.config,
+            run_file=run_file,
+            one_gpu=self.plan is not None and self.plan.num_gpus == 1,
+            utilization=self.plan.utilization if self.plan is not None else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,13 @@ class RunHandle:
     def run_dir(self) -> Path:
         """The run folder."""
         return Path(self.record.run_dir)
+
+    @property
+    def ray_environment(self) -> dict[str, str]:
+        """What Ray's processes must inherit: with `join: env` the daemon's place, otherwise nothing."""
+        if self.plan.utilization is None:
+            return {}
+        return {PIPE_VARIABLE: str(mps_folder(self.record.run_id).pipe_dir)}
 
     def status(self) -> Status:
         """What the sidecar says of itself."""
@@ -154,6 +168,7 @@ def _make_record(prepared: Prepared, plan: Plan, run_id: str, owner_lock: Path |
         settings=prepared.settings.dump(),
         device=plan.device,
         mps=plan.mps,
+        mps_wish=config.settings.mps,
         owner_lock=str(owner_lock or ""),
     )
 

@@ -95,6 +95,26 @@ def set_empty(text: str, node: CommentedMap, key: str, value: Any) -> Edit:
     return Edit(line, column, new, len(current) - column)
 
 
+def replace_scalar(text: str, place: tuple[str | int, ...], value: Any) -> Edit:
+    """An edit that replaces the one-line scalar at a place (keys and indices from the top) and keeps its comment."""
+    key_mark = None
+    node = YAML(typ="rt").compose(text)
+    for part in place:
+        if isinstance(part, int):
+            node = node.value[part]
+            continue
+        found = [pair for pair in node.value if pair[0].value == part]
+        if len(found) != 1:
+            raise CannotEditError(f"{part} comes from a merge (<<)")
+        key_mark, node = found[0][0].end_mark, found[0][1]
+    start, end = node.start_mark, node.end_mark
+    if key_mark is None or start.index < key_mark.index:
+        raise CannotEditError(f"{place[-1]} is an alias")
+    if start.line != end.line:
+        raise CannotEditError(f"{place[-1]} is spread over lines")
+    return Edit(start.line, start.column, scalar(value), end.column - start.column)
+
+
 def block(values: dict[str, Any], indent: int) -> str:
     """Lines of a block mapping."""
     lines = []

@@ -23,6 +23,8 @@ from mps_trainer.run import STATE_DIR_VARIABLE
 # The oldest driver that has a pinned memory limit per client and everything else used here (CUDA 12).
 OLDEST_DRIVER = 525
 _SERVER = "nvidia-cuda-mps-server"
+#: vLLM loads only the plugins that it lists; all of them when it is not set.
+PLUGINS_VARIABLE = "VLLM_PLUGINS"
 _DEFAULT_PIPE_DIR = Path("/tmp/nvidia-mps")
 
 
@@ -83,9 +85,9 @@ def run_checks(around: Surroundings, gpu_uuid: str | None = None) -> list[MpsChe
     return general + [check for gpu in gpus for check in check_gpu(gpu)]
 
 
-def require_possible(checks: list[MpsCheck]) -> None:
-    """PlacementError with every problem that was found."""
-    problems = [check for check in checks if check.level == "problem"]
+def require_possible(checks: list[MpsCheck], *, plugin: bool = True) -> None:
+    """PlacementError with every problem that was found; without the plugin (`join: env`) none of its own counts."""
+    problems = [c for c in checks if c.level == "problem" and (plugin or c.name != PLUGINS_VARIABLE)]
     if problems:
         raise PlacementError(
             "MPS is not possible here: " + "; ".join(f"{check.name}: {check.found}" for check in problems),
@@ -138,10 +140,10 @@ def check_environment(env: Mapping[str, str]) -> Iterator[MpsCheck]:
                 f"{name}={env[name]} is set in this shell",
                 f"unset {name} before `ray start`: it would reach every engine",
             )
-    plugins = env.get("VLLM_PLUGINS")
+    plugins = env.get(PLUGINS_VARIABLE)
     if plugins is not None and "mps_trainer" not in plugins.split(","):
         yield MpsCheck(
-            "environment",
+            PLUGINS_VARIABLE,
             "problem",
             f"VLLM_PLUGINS={plugins} leaves mps_trainer out, so no engine can join",
             "add mps_trainer to VLLM_PLUGINS, unset it, or use join: env",

@@ -226,10 +226,15 @@ def parse_clients(text: str) -> list[MpsClient]:
         return []
     at = {name: i for i, name in enumerate(lines[heading])}
     rows = [words for words in lines[heading + 1 :] if len(words) >= len(at) - 1 and words[at["PID"]].isdigit()]
+    # A client that is just ending has no command any more (seen on an H200, driver 580).
+    command = at.get("COMMAND", -1)
     return [
-        MpsClient(int(words[at["PID"]]), int(words[at["SERVER"]]), words[at["DEVICE"]], words[at.get("COMMAND", -1)])
+        MpsClient(
+            int(words[at["PID"]]), int(words[at["SERVER"]]), words[at["DEVICE"]],
+            words[command] if command < len(words) else "",
+        )
         for words in rows
-    ]
+    ]  # fmt: skip
 
 
 _FAULT = re.compile(r"\[(?P<when>[^\]]+?) Server +\d+\] Client \{PID: (?P<pid>\d+), .*encountered a fatal GPU error")

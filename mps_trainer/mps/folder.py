@@ -4,6 +4,7 @@ pipe/           the daemon's sockets and PID file (CUDA_MPS_PIPE_DIRECTORY)
 log/            control.log and server.log (CUDA_MPS_LOG_DIRECTORY)
 control.lock    serialises questions to the daemon
 summons         the socket on which a vLLM engine asks whether it shall join
+pause           while it is there the sidecar launches nothing; it holds the reason
 """
 
 from __future__ import annotations
@@ -46,6 +47,20 @@ class MpsFolder:
     def summons_socket(self) -> Path:
         """Where engines of the run announce themselves."""
         return self.path / "summons"
+
+    @property
+    def pause_file(self) -> Path:
+        """Written by the supervisor, looked for by the sidecar between steps."""
+        return self.path / "pause"
+
+    def set_pause(self, reason: str) -> None:
+        """Pause the sidecar, or with "" let it go on. Does nothing when nothing changes."""
+        if not reason:
+            self.pause_file.unlink(missing_ok=True)
+        elif not self.pause_file.exists():
+            temporary = self.path / ".pause"
+            temporary.write_text(reason)
+            temporary.replace(self.pause_file)
 
     @property
     def longest_socket_path(self) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pynvml
 
+from mps_trainer.errors import PlacementError
+
 COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
 
 
@@ -65,6 +67,18 @@ def read_nvml() -> NvmlFacts:
         return NvmlFacts(missing=f"NVML failed ({error})")
     finally:
         pynvml.nvmlShutdown()
+
+
+def read_processes(gpu_uuid: str) -> tuple[GpuProcess, ...]:
+    """Who is on one GPU now, clients of MPS included; PlacementError when NVML does not say."""
+    try:
+        pynvml.nvmlInit()
+        try:
+            return _processes(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise PlacementError(f"NVML does not say who is on GPU {gpu_uuid} ({error})", "see `nvidia-smi`") from None
 
 
 def _read(index: int) -> GpuFacts:

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mps_trainer.errors import PlacementError
+from mps_trainer.errors import MpsTrainerError
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class SummonsServer:
     def _decided(self, request: EngineRequest) -> EngineAnswer:
         try:
             answer = self._decide(request)
-        except PlacementError as error:
+        except MpsTrainerError as error:
             answer = EngineAnswer(False, str(error))
         log.info("engine %s (pid %d, %s): %s", request.actor, request.pid, ", ".join(request.gpus), answer.reason)
         return answer

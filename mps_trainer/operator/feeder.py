@@ -206,6 +206,8 @@ class Feeder:
             return
         if self._status.state is State.FAILED:
             self._say_once(f"the sidecar has failed; experiences pass on without it: {self._status.error}")
+        if self._status.state is State.PAUSED:
+            self._say_once(f"the sidecar waits; experiences pass on without it: {self._status.error}")
 
     def _failed(self) -> bool:
         return self._status is not None and self._status.state is State.FAILED
@@ -213,7 +215,11 @@ class Feeder:
     def _tell_status(self, out: Exchange) -> None:
         if self._status is None:
             return
-        out.metrics |= {"sidecar_restarts": self._status.restarts, "sidecar_failed": int(self._failed())}
+        out.metrics |= {
+            "sidecar_restarts": self._status.restarts,
+            "sidecar_failed": int(self._failed()),
+            "sidecar_paused": int(self._status.state is State.PAUSED),
+        }
         if self._failed() and self._settings.on_error == "raise":
             raise TaskError(f"the sidecar has failed: {self._status.error}", f"see sidecar.log in {self.run_dir}")
 

@@ -18,7 +18,7 @@ class RunReport:
     """What a run did. A number is None where the run has none.
 
     Attributes:
-        state, device, restarts, error: of the sidecar, from status.json.
+        state, device, restarts, set_aside, last_death, error: of the sidecar, from status.json.
         seen, fed, kept: experiences that the operator saw, sent to the sidecar, and passed on.
         experiences, duplicates, batches: what the sidecar received.
         steps, trained: training steps, and experiences drawn for them.
@@ -36,6 +36,8 @@ class RunReport:
     state: str
     device: str
     restarts: int
+    set_aside: int
+    last_death: str
     error: str
     seen: int | None
     fed: int | None
@@ -73,6 +75,8 @@ def summarize(run_dir: Path) -> RunReport:
         state=status.state.value,
         device=status.device,
         restarts=status.restarts,
+        set_aside=status.set_aside,
+        last_death=status.last_death,
         error=status.error,
         seen=seen,
         fed=_total(operator, "fed"),
@@ -120,6 +124,7 @@ def _paths(run_dir: Path) -> dict[str, Path]:
             "settings": "settings.json",
             "tensorboard": "tensorboard",
             "sidecar log": "sidecar.log",
+            "set aside": "set_aside",
         }.items()
     }
     steps = {path.name.removeprefix("step-"): path for path in (run_dir / "checkpoints").glob("step-*")}

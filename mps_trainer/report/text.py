@@ -19,7 +19,7 @@ def describe(report: RunReport) -> list[tuple[str, str]]:
         ("AUC", _course(report.first_auc, report.last_auc, report.aucs) + _how_auc(report)),
         ("filter", _filter(report)),
         ("lost", _lost(report)),
-        ("restarts", f"{report.restarts:,}"),
+        ("restarts", f"{report.restarts:,}{f', before the last: {report.last_death}' if report.last_death else ''}"),
     ]
     if report.error:
         first, *rest = report.error.splitlines()
@@ -69,4 +69,5 @@ def _filter(report: RunReport) -> str:
 
 def _lost(report: RunReport) -> str:
     lost = [f"{count:,} {_LOST_BY.get(policy, policy)}" for policy, count in report.lost.items() if count]
-    return f"{', '.join(lost)}; the sidecar never saw them" if lost else "nothing on the way to the sidecar"
+    told = f"{', '.join(lost)}; the sidecar never saw them" if lost else "nothing on the way to the sidecar"
+    return told + (f"; {report.set_aside:,} set aside because they ended a sidecar" if report.set_aside else "")

@@ -57,6 +57,7 @@ class RunRecord:
         settings: `Settings.dump()` with the placement resolved by the plan.
         device: what the sidecar trains on: "cpu" or "cuda:<n>".
         mps: "on" or "off", resolved.
+        mps_wish: what the user wrote: "auto" waits where "on" insists.
         owner_lock: a lock whose drop ends the run (`mps-trainer run` holds it); "" when `down` or idling ends it.
     """
 
@@ -69,6 +70,7 @@ class RunRecord:
     device: str = "cpu"
     mps: str = "off"
     owner_lock: str = ""
+    mps_wish: str = "auto"
     host: str = field(default_factory=host_name)
     boot_id: str = field(default_factory=boot_id)
 

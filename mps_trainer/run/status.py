@@ -4,8 +4,10 @@ Maker: the sidecar (and the supervisor, for RESTARTING and FAILED after a death)
 the supervisor, the operator (once in a while, for its metrics) and `mps-trainer report`.
 
     STARTING -> READY -> DRAINING -> STOPPED       asked to end, everything saved
+        |         |`--> PAUSED -> READY            somebody else computes on its GPU; `error` says who
         |         |`--> RESTARTING -> STARTING     killed; the supervisor starts a new one
-        `---------+---> FAILED                     a task error, or too many restarts; the rollout goes on without
+        |---------+---> FAILED                     a task error, or too many restarts; the rollout goes on without
+        `--> WAITING -> STARTING                   imports done; the first rollout engine says on which GPU
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class State(str, Enum):
     """The sidecar's state; see the drawing above."""
 
     STARTING = "starting"
+    WAITING = "waiting"
     READY = "ready"
+    PAUSED = "paused"
     DRAINING = "draining"
     STOPPED = "stopped"
     RESTARTING = "restarting"
@@ -40,7 +44,11 @@ class Status:
         restarts: how often the supervisor started a new sidecar.
         experiences: received from operators; `trained` counts draws from the replay buffer.
         loss, first_loss, auc, first_auc: None before there is one.
-        error: the message of a FAILED sidecar, with what to do.
+        ring_registered: whether the driver has page-locked the feed rings, so that batches reach the GPU by DMA;
+            None on the CPU and before the first operator.
+        set_aside: experiences that killed or hung a sidecar and are kept from its successors (`set_aside/`).
+        last_death: how the last sidecar that did not end in order ended, and what it was doing.
+        error: the message of a FAILED sidecar, with what to do; why a PAUSED one waits.
     """
 
     run_id: str
@@ -61,6 +69,9 @@ class Status:
     first_auc: float | None = None
     replay_size: int = 0
     memory_bytes: int = 0
+    ring_registered: bool | None = None
+    set_aside: int = 0
+    last_death: str = ""
     error: str = ""
     updated: float = field(default_factory=time.time)
 
@@ -91,6 +102,14 @@ class Status:
             ) from None
 
     @classmethod
+    def peek(cls, run_dir: Path) -> Status | None:
+        """As `load`, None instead of an error."""
+        try:
+            return cls.load(run_dir)
+        except RunError:
+            return None
+
+    @classmethod
     def _from_json(cls, data: Any) -> Status:
         """ValueError or TypeError for anything that `save` cannot have written."""
         if not isinstance(data, dict):
@@ -104,6 +123,7 @@ class Status:
             kind = kinds.get(name)
             # A float without a fraction is a whole number to other writers of JSON; a bool is an int to Python only.
             number = isinstance(value, int) and kind in (float, float | None)
-            if (kind is not None and not number and not isinstance(value, kind)) or isinstance(value, bool):
+            wrong_bool = isinstance(value, bool) and kind != bool | None
+            if (kind is not None and not number and not isinstance(value, kind)) or wrong_bool:
                 raise TypeError(f"{name} is {value!r}")
         return cls(**values)

@@ -31,6 +31,11 @@ class BatchReport:
         if len(self._losses) % _STEPS_PER_LINE == 0 and self._learner.steps_due:
             self._metrics.write("step", {"step": self._learner.trainer.step, "loss": loss})
 
+    def paused(self, reason: str) -> None:
+        """Somebody else computes on the GPU, or with "" no longer."""
+        values = {"step": self._learner.trainer.step, "paused": int(bool(reason)), "reason": reason}
+        self._metrics.write("pause", values)
+
     def write(self, auc: float | None, backlog: int, dropped: Mapping[str, int]) -> None:
         """End the batch with its line.
 

@@ -7,6 +7,7 @@ been learned yet. From `Ending.listen` on a signal is a reason, at which the loo
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -22,17 +23,18 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class EarlyEnd:
-    """SIGTERM or SIGINT ends the process at once: STOPPED, exit code 0, in the first life of a run.
+    """SIGTERM or SIGINT ends the process at once: STOPPED, exit code 0, when no life of the run was READY before.
 
-    A later life may have been asked to end before it took what its predecessor left. That is no end in order, so the
+    A successor may have been asked to end before it took what its predecessor left. That is no end in order, so the
     exit code is that of the signal, and the supervisor says so.
 
     Attributes:
         synchronise: called first, within the signal handler; a client of MPS waits for its GPU there.
     """
 
-    def __init__(self, status: Status, run_dir: Path) -> None:
+    def __init__(self, status: Status, run_dir: Path, *, successor: bool) -> None:
         self.synchronise: Callable[[], object] = lambda: None
+        self._successor = successor
         self._status = status
         self._run_dir = run_dir
         for number in _SIGNALS:
@@ -44,7 +46,7 @@ class EarlyEnd:
             # Not through logging: the signal may have come amid a write of its own.
             os.write(2, f"asked to end by {signal.Signals(number).name} before READY\n".encode())
             self.synchronise()
-            if not self._status.restarts:
+            if not self._successor:
                 self._status.state = State.STOPPED
                 self._status.save(self._run_dir)
                 code = OK
@@ -84,6 +86,22 @@ class Ending:
         self._wake = wake
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
+
+    def wait_for_go(self, descriptor: int) -> bool:
+        """Wait, warm, until the supervisor says on which GPU; False when there is a reason to end instead.
+
+        Nobody has been served, so the time without an engine counts as idle time; afterwards it starts again.
+        """
+        limit_s = self._patience_s if self._may_idle else None
+        readable, _, _ = select.select([descriptor], [], [], limit_s)
+        if not readable:
+            self.reason = f"no rollout engine for {limit_s:g} s (idle_timeout)"
+        elif not os.read(descriptor, 1):
+            self.orphaned = True
+            self.reason = "the supervisor is gone (its pipe has closed)"
+        os.close(descriptor)
+        self._last_alive = time.monotonic()
+        return not self.reason
 
     def operator_seen(self) -> None:
         """An operator lives: the idle time starts again."""

@@ -11,7 +11,7 @@ and takes the journal's records in their order arrives at the very weights of a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from mps_trainer.columns import Array, PackedBatch
 from mps_trainer.config import Settings
 from mps_trainer.sidecar.auc import RunningAuc, area_under_curve
-from mps_trainer.sidecar.replay import ReplayBuffer
+from mps_trainer.sidecar.replay import Empty, ReplayBuffer
 from mps_trainer.sidecar.trainer import Trainer
 
 #: At most one record is in flight when a sidecar dies, so a few remembered names are plenty.
@@ -60,14 +60,24 @@ class Counters:
 
 
 class Learner:
-    """Replay buffer, schedule and running AUC around a `Trainer`."""
+    """Replay buffer, schedule and running AUC around a `Trainer`.
 
-    def __init__(self, trainer: Trainer, replay: ReplayBuffer, settings: Settings) -> None:
+    `draw_into` says, before each draw, in which memory it goes: that of the draw before it may be used again.
+
+    Attributes:
+        on_step: called with the experiences of each training step before it is taken.
+    """
+
+    def __init__(
+        self, trainer: Trainer, replay: ReplayBuffer, settings: Settings, draw_into: Callable[[], Empty] | None = None
+    ) -> None:
         self.trainer = trainer
         self.replay = replay
         self.counters = Counters()
         self.steps_due = 0
+        self.on_step: Callable[[PackedBatch], object] = lambda _: None
         self._settings = settings
+        self._draw_into = draw_into or (lambda: np.empty)
         self._window = RunningAuc()
         self._finished = 0
         self._batch_pairs: list[tuple[Array, Array]] = []
@@ -121,13 +131,21 @@ class Learner:
     def train_step(self) -> float:
         """One step that is due; its loss."""
         self.steps_due -= 1
-        batch = self.replay.sample(self._settings.batch_size)
+        batch = self.replay.sample(self._settings.batch_size, self._draw_into())
+        self.on_step(batch)
         loss = self.trainer.train_step(batch)
         self.counters.trained += batch.num_rows
         self.counters.loss = loss
         if self.counters.first_loss is None:
             self.counters.first_loss = loss
         return loss
+
+    def remove(self, eids: Collection[bytes]) -> PackedBatch:
+        """Take experiences out of the replay buffer; with too few left no step is due any more."""
+        removed = self.replay.remove(eids)
+        if len(self.replay) < self._settings.min_experiences:
+            self.steps_due = 0
+        return removed
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Arrays and plain JSON values of everything beside the trainer's own state.

@@ -4,6 +4,7 @@
     produces     scores, status.json, metrics.jsonl, checkpoints, journal
     waits for    the doorbell; unblocked by an operator's send, a signal, its time limit
 
+    pause -> nothing is launched: records wait in the rings until the supervisor ends the pause
     READY -> catch up: journal records the checkpoint lacks, one by one
           -> loop: wait for the doorbell -> records, oldest first:
                  score and reply, if asked | evaluate | journal | replay buffer | release | steps | metrics | checkpoint
@@ -12,7 +13,8 @@
 Scores come first and are given by the model as it is, which has not seen these experiences: that makes them an
 honest test too. The loop ends for a signal, for the supervisor's death and when no operator lives (`ending.py`);
 it looks after every record and every step. A slot is released only when its record is in the journal: one whose
-journaling failed stays in the ring for the successor.
+journaling failed stays in the ring for the successor. On a GPU the release waits for the copy of the record to end.
+Before each record and step the file `doing` says what comes; what killed a predecessor is set aside (`set_aside.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mps_trainer.columns import PackedBatch
 from mps_trainer.config import Settings
 from mps_trainer.errors import CorruptRecordError
 from mps_trainer.run import RunRecord, State, Status
+from mps_trainer.run.doing import Stage
 from mps_trainer.sidecar.batch_report import BatchReport
+from mps_trainer.sidecar.dropped import Dropped
 from mps_trainer.sidecar.ending import Ending
 from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
+from mps_trainer.sidecar.noting import Note
+from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import Learning
 from mps_trainer.transport import Delivery, SidecarHub, decode_batch
@@ -57,14 +64,21 @@ class Sidecar:
         self._trainer = learning.learner.trainer
         self._status = status
         self._ending = ending
+        self._pause = Pause(record)
         self._metrics = MetricsLog(self._run_dir)
         self._report = BatchReport(self._metrics, self._learner)
-        self._hub = SidecarHub(record.run_id, learning.columns)
+        self._note = Note(self._run_dir, settings.batch_size)
+        self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
+        self._trainer.on_part = self._note.beat
+        self._aside = learning.aside
+        self._ring = learning.ring
+        on_attach = self._ring.attach if self._ring is not None else None
+        self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
+        self._dropped = Dropped(self._hub)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._trainer.step
         self._status_saved = 0.0
         self._behind = True
-        self._gone: dict[str, int] = {}
 
     def serve(self, ready: ReadyPipe) -> None:
         """Report READY, take over what a predecessor left, work until there is a reason to end, and end in order."""
@@ -74,10 +88,15 @@ class Sidecar:
         _log.info("ready: step %d, %d experiences", self._trainer.step, len(self._learner.replay))
         self._metrics.open_tensorboard()
         while not self._ending.check():
-            if self._behind:
-                self._catch_up(self._ending.is_asked)
+            self._note.waiting()
+            if self._pause.is_on:
+                self._sit_out()
+            elif self._behind:
+                self._catch_up(self._must_stop)
             else:
                 self._hub.wait(_WAIT_S)
+                # What a pause has interrupted.
+                self._train_due(self._must_stop)
                 self._take_records(limit=64)
             self._look_around()
         _log.info("ending: %s", self._ending.reason)
@@ -85,12 +104,34 @@ class Sidecar:
         self._set_state(State.STOPPED)
         self._hub.close(unlink=True)
 
+    def _must_stop(self) -> bool:
+        return self._ending.is_asked() or self._pause.is_on
+
+    def _sit_out(self) -> None:
+        """Until the pause or the run ends: launch nothing."""
+        self._trainer.synchronize()
+        self._status.error = self._pause.reason
+        self._set_state(State.PAUSED)
+        self._report.paused(self._status.error)
+        while self._pause.is_on and not self._ending.check():
+            # Not the doorbell: it rings for records that are not taken now.
+            time.sleep(_WAIT_S)
+            # A pause may last for hours, and the watchdog must see that it is none of ours.
+            self._note.waiting()
+            self._look_around()
+        self._status.error = ""
+        self._report.paused("")
+        self._set_state(State.READY)
+
     def close(self, *, unlink: bool = False) -> None:
         """Leave nothing in flight on the device and nothing open; without `unlink` channels stay for a successor."""
         self._trainer.synchronize()
+        self._note.close()
         self._journal.close()
         self._metrics.close()
         self._hub.close(unlink=unlink)
+        if self._ring is not None:
+            self._ring.close()
 
     def _tell_of_resuming(self) -> None:
         self._status.resumed_from = self._learning.resumed_from
@@ -112,7 +153,10 @@ class Sidecar:
         # It stands there twice when it was delivered again and journaled before the first one was taken.
         if not self._learner.knows(name):
             batch = decode_batch(record[1], self._learning.columns)
-            self._learner.evaluate(batch)
+            if self._aside.takes(name, batch):
+                return
+            self._evaluate(name, batch)
+            self._note.stage(Stage.TAKING)
             self._learner.take(name, batch)
             self._train_due(stop)
 
@@ -123,30 +167,42 @@ class Sidecar:
                 return
             self._take(delivery)
             delivery.release()
-            self._train_due(self._ending.is_asked)
-            if self._ending.is_asked():
+            self._train_due(self._must_stop)
+            if self._must_stop():
                 return
 
     def _receive(self) -> Delivery | None:
         while True:
             try:
-                return self._hub.receive()
-            except CorruptRecordError as error:  # noqa: PERF203  # rare, and the loop ends with the first good one
+                delivery = self._hub.receive()
+            except CorruptRecordError as error:
                 _log.warning("skipped a record: %s", error)
+                continue
+            if delivery is not None and self._ring is not None:
+                delivery.hold_until(self._ring.wait)
+            return delivery
 
     def _take(self, delivery: Delivery) -> None:
+        name = _name(delivery)
+        if self._aside.takes(name, delivery.batch):
+            return
         if delivery.header.want_scores:
             self._score(delivery)
-        name = _name(delivery)
         if self._learner.knows(name):
             return
-        self._learner.evaluate(delivery.batch)
+        self._evaluate(name, delivery.batch)
+        self._note.stage(Stage.TAKING)
         self._journal.append(dataclasses.asdict(name), delivery.payload)
         self._learner.take(name, delivery.batch)
         self._journal.skip()
 
+    def _evaluate(self, name: RecordName, batch: PackedBatch) -> None:
+        self._note.record(Stage.EVALUATING, name, batch, self._trainer.step)
+        self._learner.evaluate(batch)
+
     def _score(self, delivery: Delivery) -> None:
         begin = time.monotonic()
+        self._note.record(Stage.SCORING, _name(delivery), delivery.batch, self._trainer.step)
         scores = self._trainer.score(delivery.batch)
         delivery.reply(scores, self._trainer.step)
         self._report.scored(scores, (time.monotonic() - begin) * 1e3)
@@ -159,11 +215,14 @@ class Sidecar:
         while self._learner.steps_due:
             if stop():
                 return
+            self._aside.before_step(self._learner)
+            if not self._learner.steps_due:
+                break
             begin = time.monotonic()
             loss = self._learner.train_step()
             self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
         backlog = sum(producer.backlog for producer in self._hub.producers())
-        self._report.write(self._learner.close_batch(), backlog, self._dropped())
+        self._report.write(self._learner.close_batch(), backlog, self._dropped.counts())
         self._save_status()
         large = not self._behind and self._journal.nbytes > _MAX_JOURNAL_BYTES
         if large or self._trainer.step - self._saved_at_step >= self._settings.checkpoint_every:
@@ -174,30 +233,15 @@ class Sidecar:
         for producer in self._hub.producers():
             if producer.alive:
                 self._ending.operator_seen()
-        self._reap()
+        self._dropped.reap()
         if time.monotonic() - self._status_saved > _STATUS_S:
             self._save_status()
-
-    def _reap(self) -> None:
-        before = self._dropped()
-        if self._hub.reap():
-            after = self._dropped()
-            for name, count in before.items():
-                self._gone[name] = self._gone.get(name, 0) + count - after[name]
-
-    def _dropped(self) -> dict[str, int]:
-        """Experiences that never arrived, by the policy that dropped them, over all operators of the run so far."""
-        sent = [producer.sent for producer in self._hub.producers()]
-        return {
-            "oldest": sum(counters.rows_dropped_oldest for counters in sent) + self._gone.get("oldest", 0),
-            "newest": sum(counters.rows_dropped_newest for counters in sent) + self._gone.get("newest", 0),
-        }
 
     def _drain(self) -> None:
         deadline = time.monotonic() + _DRAIN_S
 
         def late() -> bool:
-            return time.monotonic() >= deadline
+            return time.monotonic() >= deadline or self._pause.is_on
 
         self._set_state(State.DRAINING)
         self._empty_rings(late)
@@ -214,7 +258,7 @@ class Sidecar:
             )  # fmt: skip
         if self._trainer.step != self._saved_at_step or self._journal.nbytes:
             self._save()
-        self._reap()
+        self._dropped.reap()
 
     def _empty_rings(self, late: Callable[[], bool]) -> None:
         """Everything into the journal first: that takes milliseconds, and what is there is not lost."""
@@ -225,13 +269,15 @@ class Sidecar:
             if delivery is None:
                 return
             name = _name(delivery)
-            if not self._learner.knows(name):
-                self._journal.append(dataclasses.asdict(name), delivery.payload)
-            if delivery.header.want_scores and not late():
-                self._score(delivery)
+            if not self._aside.takes(name, delivery.batch):
+                if not self._learner.knows(name):
+                    self._journal.append(dataclasses.asdict(name), delivery.payload)
+                if delivery.header.want_scores and not late():
+                    self._score(delivery)
             delivery.release()
 
     def _save(self) -> None:
+        self._note.stage(Stage.SAVING)
         self._learning.save()
         self._saved_at_step = self._trainer.step
 
@@ -243,8 +289,10 @@ class Sidecar:
         for name, value in dataclasses.asdict(self._learner.counters).items():
             setattr(self._status, name, value)
         self._status.version = self._trainer.step
+        self._status.set_aside = self._aside.count
         self._status.replay_size = len(self._learner.replay)
         self._status.memory_bytes = _resident_bytes()
+        self._status.ring_registered = self._ring.registered if self._ring is not None else None
         self._status.save(self._run_dir)
         self._status_saved = time.monotonic()
 

@@ -4,6 +4,7 @@ A line has a `kind`:
 
     batch   a batch has been scored, evaluated and trained on
     step    a batch with many steps is under way
+    pause   nothing is launched from here on (`paused` 1, with the reason), or work goes on (0)
     resume  a successor went on from a checkpoint: batches after `batch` are told again below
 
 All times are in milliseconds, `t` in seconds since the epoch.

@@ -1,4 +1,4 @@
-"""The one line that the sidecar writes on the descriptor it was given: ready, or failed and why."""
+"""What the sidecar says on the descriptor it was given, a JSON line each: waiting; then ready, or failed and why."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from mps_trainer.errors import MpsTrainerError
 
 
 class ReadyPipe:
-    """Tells the supervisor once how the start ended. A negative descriptor tells nobody."""
+    """Tells the supervisor how the start goes, and once how it ended. A negative descriptor tells nobody."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
+    def waiting(self) -> None:
+        """{"state": "waiting"}; more follows."""
+        self._write({"state": "waiting"})
+
     def ready(self) -> None:
         """{"state": "ready"}"""
         self._write({"state": "ready"})
+        self._close()
 
     def failed(self, error: BaseException) -> None:
         """{"state": "failed", "error": ..., "todo": ...}; nothing after `ready`."""
@@ -26,12 +31,16 @@ class ReadyPipe:
         else:
             message, todo = f"{type(error).__name__}: {error}", "see sidecar.log in the run folder"
         self._write({"state": "failed", "error": message, "todo": todo})
+        self._close()
 
     def _write(self, line: dict[str, str]) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
+        if self._descriptor < 0:
             return
         # A supervisor that died meanwhile is noticed by its lock, not here.
         with contextlib.suppress(BrokenPipeError):
-            os.write(descriptor, json.dumps(line).encode() + b"\n")
-        os.close(descriptor)
+            os.write(self._descriptor, json.dumps(line).encode() + b"\n")
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

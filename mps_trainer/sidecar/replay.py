@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mps_trainer.columns import Array, Column, PackedBatch, PackedColumn
 
 _EID = "eid"
+
+#: Where a draw goes: (shape, dtype) -> an array that nobody else uses. `np.empty` is one.
+Empty: TypeAlias = "Callable[[tuple[int, ...], np.dtype[Any]], Array]"
 
 
 class ReplayBuffer:
@@ -66,10 +69,21 @@ class ReplayBuffer:
         self._append(batch, fresh[-self.capacity :])
         return len(fresh)
 
-    def sample(self, num_rows: int) -> PackedBatch:
-        """`num_rows` experiences, or all that there are when they are fewer, in random order."""
+    def sample(self, num_rows: int, empty: Empty = np.empty) -> PackedBatch:
+        """`num_rows` experiences, or all that there are when they are fewer, in random order, in memory of `empty`."""
         places = self._rng.choice(self._size, min(num_rows, self._size), replace=False)
-        return self._gather((self._first + places) % self.capacity)
+        return self._gather((self._first + places) % self.capacity, empty)
+
+    def remove(self, eids: Collection[bytes]) -> PackedBatch:
+        """Take out the experiences with these ids, in order; they stay known, so that none comes in again."""
+        wanted = set(eids)
+        order = (self._first + np.arange(self._size)) % self.capacity
+        chosen = np.array([self._store[_EID][place].tobytes() in wanted for place in order], bool)
+        removed, kept = self._gather(order[chosen]), self._gather(order[~chosen])
+        if removed.num_rows:
+            self._first = self._size = 0
+            self._append(kept, range(kept.num_rows))
+        return removed
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Everything, as arrays and as plain JSON values: see `load_state`."""
@@ -109,19 +123,26 @@ class ReplayBuffer:
         self._first = (self._first + overflow) % self.capacity
         self._size = min(self.capacity, self._size + len(rows))
 
-    def _gather(self, places: Array) -> PackedBatch:
+    def _gather(self, places: Array, empty: Empty = np.empty) -> PackedBatch:
         columns = {}
         for name, store in self._store.items():
             if store.dtype == object:
                 column = self._columns[name]
                 dtype = np.dtype(np.uint8 if column.kind == "text" else column.dtype)
-                columns[name] = PackedColumn(*_concatenate(list(store[places]), dtype), column.kind == "text")
+                columns[name] = PackedColumn(*_concatenate(list(store[places]), dtype, empty), column.kind == "text")
             else:
-                columns[name] = PackedColumn(store[places])
+                values = empty((len(places), *store.shape[1:]), store.dtype)
+                # The places are in range by construction, and any mode but "raise" spares a buffer in between.
+                np.take(store, places, axis=0, out=values, mode="clip")
+                columns[name] = PackedColumn(values)
         return PackedBatch(columns, len(places))
 
 
-def _concatenate(rows: list[Array], dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    offsets = np.zeros(len(rows) + 1, np.int32)
+def _concatenate(rows: list[Array], dtype: np.dtype[Any], empty: Empty = np.empty) -> tuple[Array, Array]:
+    offsets = empty((len(rows) + 1,), np.dtype(np.int32))
+    offsets[0] = 0
     np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return (np.concatenate(rows) if rows else np.zeros(0, dtype)), offsets
+    values = empty((int(offsets[-1]),), dtype)
+    if rows:
+        np.concatenate(rows, out=values)
+    return values, offsets

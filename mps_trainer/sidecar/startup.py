@@ -1,30 +1,42 @@
-"""Before READY: threads and device settled, the task built and tried, the newest checkpoint loaded."""
+"""Before READY: the task made, threads and device settled, the task tried, the newest checkpoint loaded.
+
+prepare (no GPU) > [warm: wait for an engine] > settle_device > build_learning
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import torch
 
-from mps_trainer.columns import Column
+from mps_trainer.columns import Column, PackedBatch
 from mps_trainer.config import Settings
 from mps_trainer.errors import PlacementError, TaskError
 from mps_trainer.run import RunRecord
 from mps_trainer.sidecar.checkpoint import Checkpoint, load_newest, save_checkpoint
+from mps_trainer.sidecar.gpu.ring_memory import RingMemory, ring_for
 from mps_trainer.sidecar.gpu.shared import SharedGpu
+from mps_trainer.sidecar.gpu.staging import staging_for
+from mps_trainer.sidecar.gpu.untouched import untouched_gpu
 from mps_trainer.sidecar.journal import Journal
 from mps_trainer.sidecar.learner import Learner
+from mps_trainer.sidecar.phases import Phases
 from mps_trainer.sidecar.replay import ReplayBuffer
 from mps_trainer.sidecar.replay_memory import check_replay_memory
+from mps_trainer.sidecar.set_aside import SetAside
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.sidecar.worst_case import worst_case_batch
-from mps_trainer.tasks import load_task, wire_columns
+from mps_trainer.tasks import AuxiliaryTask, load_task, wire_columns
 
 _log = logging.getLogger(__name__)
+# Of worst-case steps; on a machine that the rollout keeps busy a step takes longer than at the start.
+_STEPS_IN_HANG_TIMEOUT = 4
 
 
 @dataclass
@@ -32,7 +44,9 @@ class Learning:
     """The learner with the two places where its progress is kept.
 
     Attributes:
+        aside: what earlier sidecars died of.
         resumed_from: the step of the checkpoint that it started from; None when there was none.
+        ring: how records get from the ring to the GPU; None on the CPU.
     """
 
     learner: Learner
@@ -40,7 +54,9 @@ class Learning:
     journal: Journal
     checkpoint_folder: Path
     keep_checkpoints: int
+    aside: SetAside
     resumed_from: int | None = None
+    ring: RingMemory | None = None
 
     def save(self) -> None:
         """Take a checkpoint, between two steps, and delete the part of the journal that it makes superfluous."""
@@ -57,15 +73,42 @@ class Learning:
         _log.info("checkpoint %s in %.0f ms", path.name, (time.monotonic() - begin) * 1e3)
 
 
-def settle_device(record: RunRecord, settings: Settings) -> SharedGpu | None:
-    """Threads and, on a GPU, the memory cap; the shared GPU under MPS. PlacementError when the device cannot be had."""
+@dataclass(frozen=True)
+class Prepared:
+    """What of a start needs no device.
+
+    Attributes:
+        worst: the largest batch that the columns allow, made up.
+    """
+
+    task: AuxiliaryTask
+    columns: tuple[Column, ...]
+    worst: PackedBatch
+
+
+def prepare(record: RunRecord, settings: Settings, phases: Phases) -> Prepared:
+    """Settle the threads, import all that READY needs, make the task and its worst case; starts no CUDA under MPS."""
     torch.set_num_threads(settings.cpu_threads)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
+    with untouched_gpu() if record.mps == "on" else nullcontext():
+        # The first optimizer imports it, for a second or so: here, where no engine waits.
+        importlib.import_module("torch._dynamo")
+        phases.lap("imports")
+        task = load_task(settings.task, settings.task_args)
+        columns = wire_columns(task)
+    check_replay_memory(columns, settings, record.device)
+    prepared = Prepared(task, columns, worst_case_batch(columns, settings.batch_size))
+    phases.lap("task")
+    return prepared
+
+
+def settle_device(record: RunRecord, settings: Settings, phases: Phases) -> SharedGpu | None:
+    """On a GPU the memory cap; the shared GPU under MPS. PlacementError when the device cannot be had."""
     if not record.device.startswith("cuda"):
         return None
     if record.mps == "on":
-        return SharedGpu(record.run_id)
+        return SharedGpu(record.run_id, phases.lap)
     if not torch.cuda.is_available():
         raise PlacementError(
             f"the run wants {record.device}, but torch {torch.__version__} sees no CUDA device",
@@ -80,20 +123,32 @@ def settle_device(record: RunRecord, settings: Settings) -> SharedGpu | None:
     return None
 
 
-def build_learning(record: RunRecord, settings: Settings, shared: SharedGpu | None = None) -> Learning:
-    """Build the task under the run's seed, try its worst case, and load the newest checkpoint if there is one."""
-    task = load_task(settings.task, settings.task_args)
-    columns = wire_columns(task)
-    check_replay_memory(columns, settings, record.device)
-    trainer = Trainer(task, settings.batch_size, settings.seed, str(shared.device) if shared else record.device)
+def build_learning(
+    record: RunRecord, settings: Settings, prepared: Prepared, shared: SharedGpu | None, phases: Phases
+) -> Learning:
+    """Build the model under the run's seed, try its worst case, and load the newest checkpoint if there is one."""
+    columns = prepared.columns
+    device = torch.device(shared.device if shared else record.device)
+    ring = ring_for(device)
+    trainer = Trainer(prepared.task, settings.batch_size, settings.seed, str(device), ring.batch if ring else None)
+    # Before the reservation: what the driver takes on the device for a registered mapping is then not taken later.
+    staging = staging_for(ring, columns, settings.batch_size) if ring else None
+    phases.lap("model")
     begin = time.monotonic()
-    worst = worst_case_batch(columns, settings.batch_size)
     if shared is not None:
-        shared.secure(lambda: trainer.dry_step(worst))
+        seconds = shared.secure(lambda: trainer.dry_step(prepared.worst)).step_ms / 1e3
     else:
-        trainer.dry_step(worst)
-    _log.info("worst-case step of %d experiences in %.0f ms", settings.batch_size, (time.monotonic() - begin) * 1e3)
-    learner = Learner(trainer, ReplayBuffer(columns, settings.replay_capacity, settings.seed), settings)
+        trainer.dry_step(prepared.worst)
+        seconds = time.monotonic() - begin
+        phases.lap("dry step")
+    _log.info("worst-case step of %d experiences in %.0f ms", settings.batch_size, seconds * 1e3)
+    if settings.hang_timeout and seconds > settings.hang_timeout / _STEPS_IN_HANG_TIMEOUT:
+        _log.warning(
+            "the worst-case step takes %.1f s; a sidecar that is silent for hang_timeout, %g s, is restarted: raise it",
+            seconds, settings.hang_timeout,
+        )  # fmt: skip
+    replay = ReplayBuffer(columns, settings.replay_capacity, settings.seed)
+    learner = Learner(trainer, replay, settings, staging.start if staging else None)
     run_dir = Path(record.run_dir)
     found = load_newest(run_dir / "checkpoints", trainer)
     position = (0, 0)
@@ -112,6 +167,8 @@ def build_learning(record: RunRecord, settings: Settings, shared: SharedGpu | No
         checkpoint_folder=run_dir / "checkpoints",
         keep_checkpoints=settings.keep_checkpoints,
         resumed_from=found.state["step"] if found is not None else None,
+        ring=ring,
+        aside=SetAside(run_dir),
     )
 
 

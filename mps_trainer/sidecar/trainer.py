@@ -7,7 +7,7 @@ and the ids of the experiences, and is never taken for a fault of the sidecar.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mps_trainer.columns import Array, PackedBatch, PackedColumn
-from mps_trainer.errors import MpsTrainerError, TaskError
+from mps_trainer.errors import GpuFaultError, MpsTrainerError, TaskError
+from mps_trainer.sidecar.gpu.faults import is_gpu_fault
 from mps_trainer.sidecar.optimizer_state import check_saveable
 from mps_trainer.tasks import AuxiliaryTask, TaskBatch
 
@@ -32,13 +33,26 @@ class Trainer:
         batch_size: the most experiences in one pass through the model; more are split, never a larger allocation.
         seed: torch's seed, set just before the model is built.
         device: where the model lives.
+        to_batch: how a packed batch gets there; None for a plain copy.
+
+    Attributes:
+        on_part: called before each pass of scoring and evaluating: a large record takes many.
     """
 
-    def __init__(self, task: AuxiliaryTask, batch_size: int, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        task: AuxiliaryTask,
+        batch_size: int,
+        seed: int,
+        device: str = "cpu",
+        to_batch: Callable[[PackedBatch], TaskBatch] | None = None,
+    ) -> None:
         self.task = task
         self.device = torch.device(device)
         self.batch_size = batch_size
+        self._to_batch = to_batch or (lambda packed: TaskBatch.from_packed(packed, self.device))
         self.step = 0
+        self.on_part: Callable[[], object] = lambda: None
         torch.manual_seed(seed)
         with self._users_code("build_model"):
             self.model = task.build_model().to(self.device)
@@ -49,18 +63,18 @@ class Trainer:
         """One step on at most `batch_size` experiences; the loss. TaskError when it is not finite."""
         self.model.train()
         with self._users_code("loss", packed):
-            batch = TaskBatch.from_packed(packed, self.device)
+            batch = self._to_batch(packed)
             loss = self.task.loss(self.model, batch)
             _check_tensor("loss", loss, ())
-        # Reading the number waits for the device: never more than one step is in flight.
-        value = float(loss.item())
+            # Reading the number waits for the device: never more than one step is in flight.
+            value = float(loss.item())
         if not math.isfinite(value):
             raise self._error(f"the loss is {value}", packed, "look at these experiences, or lower learning_rate")
         with self._users_code("optimizer", packed):
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
-        self.synchronize()
+            self.synchronize()
         self.step += 1
         return value
 
@@ -68,8 +82,9 @@ class Trainer:
         """(n,) float32: one score for each experience. TaskError when the shape is wrong or one is not finite."""
         scores = np.empty(packed.num_rows, np.float32)
         for start, part in _parts(packed, self.batch_size):
+            self.on_part()
             with self._asking(), self._users_code("score", part):
-                found = self.task.score(self.model, TaskBatch.from_packed(part, self.device))
+                found = self.task.score(self.model, self._to_batch(part))
                 scores[start : start + part.num_rows] = _to_numpy("score", found, part.num_rows)
         if not np.isfinite(scores).all():
             bad = np.flatnonzero(~np.isfinite(scores))
@@ -84,8 +99,9 @@ class Trainer:
         """What the model predicts of (n,) experiences and what came true, or None when the task has no such pair."""
         predicted, came_true = [], []
         for _, part in _parts(packed, self.batch_size):
+            self.on_part()
             with self._asking(), self._users_code("predictions", part):
-                pair = self.task.predictions(self.model, TaskBatch.from_packed(part, self.device))
+                pair = self.task.predictions(self.model, self._to_batch(part))
                 if pair is None:
                     return None
                 predicted.append(_to_numpy("predictions", pair[0], part.num_rows))
@@ -141,14 +157,17 @@ class Trainer:
         # The sidecar handles its signals by itself, so these two come from the task; SystemExit would look like an end
         # that was asked for.
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if is_gpu_fault(error, self.device):
+                raise GpuFaultError(self._words(f"{where} broke the GPU context: {error}", packed)) from error
             todo = f"correct {where} of the task; the traceback is in sidecar.log"
             raise self._error(f"{where} raised {type(error).__name__}: {error}", packed, todo) from error
 
     def _error(self, what: str, packed: PackedBatch | None, todo: str) -> TaskError:
+        return TaskError(self._words(what, packed), todo)
+
+    def _words(self, what: str, packed: PackedBatch | None) -> str:
         message = f"task {type(self.task).__name__}, step {self.step}: {what}"
-        if packed is not None:
-            message += f" (experiences {_ids(packed)})"
-        return TaskError(message, todo)
+        return message if packed is None else f"{message} (experiences {_ids(packed)})"
 
 
 def random_state(device: torch.device) -> list[Tensor]:

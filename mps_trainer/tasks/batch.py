@@ -5,14 +5,15 @@ Shape legend: B experiences, D the width of a vector column, T the sum of all le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mps_trainer.columns import PackedBatch
+from mps_trainer.columns import Array, PackedBatch, PackedColumn
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,34 @@ class TaskBatch:
         return value
 
     @classmethod
-    def from_packed(cls, packed: PackedBatch, device: torch.device | str = "cpu") -> TaskBatch:
-        """Copy a packed batch to `device`. Nothing of the result aliases the ring."""
+    def from_packed(
+        cls,
+        packed: PackedBatch,
+        device: torch.device | str = "cpu",
+        copy: Callable[[Array], Tensor] | None = None,
+    ) -> TaskBatch:
+        """Copy a packed batch to `device`. Nothing of the result aliases the ring.
+
+        `copy` is used in place of a plain copy: it makes a tensor of its own on `device`
+        of an array that it only reads.
+        """
+        copy = copy or (lambda array: _to(array, device))
         tensors: dict[str, Tensor | Ragged] = {}
-        texts: dict[str, list[str]] = {}
         for name, column in packed.columns.items():
             if column.offsets is None:
-                tensors[name] = _to(column.values, device)
-            elif column.is_text:
-                texts[name] = [column.text(i) for i in range(packed.num_rows)]
-            else:
-                tensors[name] = Ragged(_to(column.values, device), _to(column.offsets.astype(np.int64), device))
+                tensors[name] = copy(column.values)
+            elif not column.is_text:
+                tensors[name] = Ragged(copy(column.values), copy(column.offsets).long())
+        # Last, because the copies may be under way by themselves meanwhile.
+        texts = {name: _texts(column) for name, column in packed.columns.items() if column.is_text}
         return cls(tensors, texts, packed.num_rows)
 
 
-def _to(array: np.ndarray, device: torch.device | str) -> Tensor:  # type: ignore[type-arg]
+def _texts(column: PackedColumn) -> list[str]:
+    assert column.offsets is not None
+    raw, ends = column.values.tobytes(), column.offsets.tolist()
+    return [raw[begin:end].decode("utf-8", "replace") for begin, end in pairwise(ends)]
+
+
+def _to(array: Array, device: torch.device | str) -> Tensor:
     return torch.from_numpy(np.array(array, copy=True)).to(device)

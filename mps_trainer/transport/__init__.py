@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mps_trainer.transport.channel import Backpressure, OperatorChannel
+    from mps_trainer.transport.channel import OperatorChannel
     from mps_trainer.transport.codec import Codec, decode_batch, encode_batch
     from mps_trainer.transport.counters import ChannelCounters, HubCounters, SendResult
     from mps_trainer.transport.delivery import Delivery
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from mps_trainer.transport.names import leftovers
     from mps_trainer.transport.record import RecordHeader
     from mps_trainer.transport.replies import Scores
+    from mps_trainer.transport.room import Backpressure
     from mps_trainer.transport.segment import Segment
     from mps_trainer.transport.sweep import sweep_stale
 
 _HOMES = {
-    "Backpressure": "channel",
+    "Backpressure": "room",
     "ChannelCounters": "counters",
     "Codec": "codec",
     "Delivery": "delivery",

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ ALIGNMENT = 64
 #: int32 offsets and Arrow's 32-bit list lengths end here.
 MAX_ELEMENTS = 2**31 - 1
 
-Words = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
 
 # Indices of 8-byte words from the start of the message (prefix included).
 _BODY_LENGTH, NUM_ROWS, _NODES = 5, 10, 12
@@ -41,21 +41,19 @@ _NODE_WORDS = {"scalar": 1, "vector": 2, "ragged": 2, "text": 1}
 _BUFFERS = {"scalar": 2, "vector": 3, "ragged": 4, "text": 3}
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Where the parts of one column stand in a message, in bytes from its start; `offsets_at` is -1 without offsets."""
 
     values_at: int
     values_bytes: int
-    count: int
+    num_elements: int
     offsets_at: int
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """The metadata of one batch and the places of its columns."""
 
-    words: Words
+    metadata: bytes
     spans: tuple[Span, ...]
     nbytes: int
 
@@ -70,7 +68,8 @@ class BatchLayout:
         self._num_buffers = sum(_BUFFERS[c.kind] for c in columns)
         self._template = _template(num_nodes, self._num_buffers)
         self._buffers_at = _NODES + 2 * num_nodes + 1
-        self.metadata_bytes = 8 * len(self._template)
+        self.words = struct.Struct(f"<{len(self._template)}q")
+        self.metadata_bytes = self.words.size
 
     @cached_property
     def variable(self) -> list[tuple[int, int, int]]:
@@ -81,6 +80,10 @@ class BatchLayout:
             if column.kind in ("ragged", "text"):
                 found.append((position, self._buffers_at + 2 * (buffer - 1) + 1, self._item_bytes[position]))
         return found
+
+    def items(self) -> list[tuple[Column, int]]:
+        """The columns, each with the bytes that one of its elements takes."""
+        return list(zip(self.columns, self._item_bytes, strict=True))
 
     def message(self, num_rows: int, totals: Sequence[int]) -> Message:
         """The metadata for `num_rows` rows whose column i has `totals[i]` elements (only read for ragged and text)."""
@@ -106,13 +109,14 @@ class BatchLayout:
             buffers += (at, values_bytes)
             spans.append((at, values_bytes, count, offsets_at))
             at = round_up(at + values_bytes, ALIGNMENT)
+        # Lists and one pack, no arrays: for a message of few rows this is a good part of all the work.
         words = self._template.copy()
         words[_BODY_LENGTH], words[NUM_ROWS] = at, num_rows
         words[_NODES : _NODES + len(nodes)] = nodes
         words[self._buffers_at : self._buffers_at + len(buffers)] = buffers
         base = self.metadata_bytes
-        placed = tuple(Span(v + base, size, n, o + base if o >= 0 else -1) for v, size, n, o in spans)
-        return Message(words, placed, base + at)
+        placed = tuple([Span(v + base, size, n, o + base if o >= 0 else -1) for v, size, n, o in spans])
+        return Message(self.words.pack(*words), placed, base + at)
 
     def size(self, num_rows: int, totals: Sequence[int]) -> int:
         """Bytes of a message, without making it."""
@@ -131,7 +135,12 @@ class BatchLayout:
         return self.metadata_bytes + ALIGNMENT * self._num_buffers
 
 
-def _template(num_nodes: int, num_buffers: int) -> Words:
+def element_dtype(column: Column) -> np.dtype[Any]:
+    """What one element of a column is in memory, in rows and in batches."""
+    return np.dtype(np.uint8 if column.dtype == "text" else column.dtype)
+
+
+def _template(num_nodes: int, num_buffers: int) -> list[int]:
     """The message with zeros for all integers that depend on the batch; padded so that the body is 64-byte aligned.
 
     The places are those of docs/wire_format.md; a flatbuffer reader finds the same through the two vtables.
@@ -147,4 +156,4 @@ def _template(num_nodes: int, num_buffers: int) -> Words:
     put("<I", flat, 92 + 16 * num_nodes, num_buffers)
     padded = round_up(8 + len(flat), ALIGNMENT) - 8
     message = struct.pack("<Ii", 0xFFFFFFFF, padded) + bytes(flat).ljust(padded, b"\0")
-    return np.frombuffer(message, "<i8").astype(np.int64)
+    return list(struct.unpack(f"<{len(message) // 8}q", message))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import zlib
@@ -13,15 +14,19 @@ import numpy.typing as npt
 
 from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import layout, names
-from mps_trainer.transport.codec import Bytes, Codec
+from mps_trainer.transport.arrow import Bytes
+from mps_trainer.transport.codec import Codec
 from mps_trainer.transport.counters import HubCounters, Mirror
 from mps_trainer.transport.delivery import Delivery
 from mps_trainer.transport.layout import LOCK_OPERATOR_LIFE, LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES
+from mps_trainer.transport.private import make_private
 from mps_trainer.transport.record import KIND_BATCH, SENT_NS_OFFSET, RecordHeader, unpack_record
 from mps_trainer.transport.replies import ReplyOutbox
-from mps_trainer.transport.ring import FREE, Released, RingReader, feed_ring
+from mps_trainer.transport.ring import FREE, READING, Released, RingReader, feed_ring
 from mps_trainer.transport.segment import Segment
 from mps_trainer.transport.semaphores import WakeUp
+
+log = logging.getLogger(__name__)
 
 #: A channel whose operator is stopped inside the mutex costs the mutex's time limit at each try: not tried for so long.
 STUCK_S = 0.25
@@ -62,6 +67,7 @@ class AttachedChannel:
             )
         self.counters.recovered = recovered
         self._outbox = ReplyOutbox(self.segment, self._reply_wake, self.counters)
+        self._generation = header.generation
         self._mapped: Bytes = np.frombuffer(self.segment.readonly, np.uint8)
         self._mirror = Mirror(self.segment, layout.SIDECAR_COUNTERS, self.counters)
         self._retired: deque[int] = deque()
@@ -93,6 +99,10 @@ class AttachedChannel:
     def backlog(self) -> int:
         """Slots that are not free: ready, being read, or held by views."""
         return self.reader.ring.num_slots - self.reader.ring.count(FREE)
+
+    def has_ready(self) -> bool:
+        """Whether a record is ready, as a hint."""
+        return self.reader.ready() and not self._is_stuck()
 
     def ready_since(self) -> int | None:
         """When the oldest ready record was sent (CLOCK_MONOTONIC, ns), as a hint; None when there is none."""
@@ -126,15 +136,16 @@ class AttachedChannel:
         """See `Lessor.free`."""
         with self._freeing:
             self.counters.released += 1
-            self._to_free.append(slot)
-            self._free_pending()
+            self._free(slot)
             self._mirror.store()
 
     def linger(self, slot: int) -> None:
         """See `Lessor.linger`."""
         with self._freeing:
             self.counters.lingering += 1
-            self._mirror.store()
+            if not self.closed:
+                # After that the words are a successor's.
+                self._mirror.store()
 
     def retire(self, slot: int) -> None:
         """See `Lessor.retire`."""
@@ -158,33 +169,50 @@ class AttachedChannel:
         """Detach, and remove the segment if asked to and nobody else uses it; True when it is gone."""
         self.closed = True
         self._status[0] = status
+        self._keep_what_is_lent()
         gone = remove and self.segment.remove()
         self.segment.close()
         self._space.close()
         self._reply_wake.close()
         return gone
 
+    def _keep_what_is_lent(self) -> None:
+        # While we still hold the life lock: a successor would lend these slots anew, and the operator then reuse them.
+        ring = self.reader.ring
+        back = {*self._to_free, *self._retired}
+        for slot, word in enumerate(ring.words.tolist()):
+            if word & 3 == READING and slot not in back:
+                try:
+                    make_private(self.segment.address + ring.offset(slot), ring.capacity + RECORD_HEADER_BYTES)
+                except OSError as error:
+                    log.warning("views of a record of %s may change from now on: %s", self.name, error)
+
     def _is_stuck(self) -> bool:
         # The truth of 0.0 first: this is on the way of every look, and a channel is hardly ever stuck.
         return bool(self.stuck_until) and time.monotonic() < self.stuck_until
 
+    def _free(self, slot: int) -> bool:
+        """Give a slot back, or keep it in mind when the operator is stopped in the mutex: then False."""
+        released = self.reader.release(slot)
+        if released is Released.STUCK:
+            self._to_free.append(slot)
+            self.stuck_until = time.monotonic() + STUCK_S
+            return False
+        if released is Released.WAKE:
+            self._space.post()
+        return True
+
     def _free_pending(self) -> None:
         for _ in range(len(self._to_free)):
-            slot = self._to_free.popleft()
-            released = self.reader.release(slot)
-            if released is Released.STUCK:
-                self._to_free.append(slot)
-                self.stuck_until = time.monotonic() + STUCK_S
+            if not self._free(self._to_free.popleft()):
                 return
-            elif released is Released.WAKE:
-                self._space.post()
 
     def _lend(self, slot: int, seq: int) -> Delivery:
         ring = self.reader.ring
         at = ring.offset(slot)
         header = unpack_record(
             self._mapped[at : at + RECORD_HEADER_BYTES].tobytes(),
-            generation=self.segment.header.generation,
+            generation=self._generation,
             seq=seq,
             capacity=ring.capacity,
             kind=KIND_BATCH,

@@ -12,26 +12,28 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
 from mps_trainer.columns import Column, Rows
 from mps_trainer.errors import TransportError
 from mps_trainer.transport import layout, names, schema
-from mps_trainer.transport.codec import Bytes, Codec, Measured
+from mps_trainer.transport.arrow import Bytes
+from mps_trainer.transport.codec import Codec, Measured
 from mps_trainer.transport.counters import ChannelCounters, Mirror, SendResult
 from mps_trainer.transport.layout import LOCK_SIDECAR_LIFE, RECORD_HEADER_BYTES, RingSettings
-from mps_trainer.transport.record import KIND_BATCH, RecordHeader
+from mps_trainer.transport.record import FLAG_WANT_SCORES, KIND_BATCH, RecordHeader, pack_whole
 from mps_trainer.transport.replies import ReplyInbox, Scores, max_reply_rows
 from mps_trainer.transport.ring import RingWriter, feed_ring
+from mps_trainer.transport.room import Backpressure, Room
 from mps_trainer.transport.segment import Segment, new_header
 from mps_trainer.transport.semaphores import Doorbell, WakeUp
+from mps_trainer.transport.small import SmallEncoder, place
+from mps_trainer.transport.standing import Standing
 from mps_trainer.transport.sweep import create_segment
 
 log = logging.getLogger(__name__)
-
-Backpressure = Literal["drop_oldest", "drop_newest", "block"]
 
 
 class OperatorChannel:
@@ -46,21 +48,22 @@ class OperatorChannel:
         self.counters = ChannelCounters()
         self._codec = codec
         self._bell = bell
-        self._backpressure = backpressure
         self._block_timeout_s = block_timeout_s
         header = segment.header
         self._space = WakeUp(names.space_name(header.run_id, header.index), create=True)
         self._writer = RingWriter(feed_ring(segment))
         self._inbox = ReplyInbox(segment, self.counters, self.sidecar_alive)
         self._status = segment.words(layout.SIDECAR_WORDS, 4)
+        self._standing = Standing(segment, self._status)
+        self._generation = header.generation
         self._mirror = Mirror(segment, layout.OPERATOR_COUNTERS, self.counters)
         self._mapped: Bytes = np.frombuffer(segment.memory, np.uint8)
         self._max_rows = max_reply_rows(header.settings)
-        self._rows_in_slot = [0] * header.settings.num_slots
-        self._request_in_slot = [0] * header.settings.num_slots
+        self._room = Room(backpressure, self._writer, self._space, self.counters, self._inbox)
         self._sending = threading.Lock()
         self._closed = False
-        self._said_unlinked = False
+        # With a checksum every payload is read again: the general way, which has it as an array.
+        self._small = None if header.settings.checksum else SmallEncoder(codec.layout)
 
     @classmethod
     def create(
@@ -111,6 +114,11 @@ class OperatorChannel:
         Raises ExperienceError for rows that do not fit the columns, TransportError when one row is larger than a slot
         when the sidecar has refused this channel, or when the segment was removed before a sidecar came.
         """
+        small = None if self._small is None else self._small.encode(rows)
+        if small is not None and small[0] <= self._max_rows and small[1] <= self._writer.ring.capacity:
+            with self._sending:
+                self._check_open()
+                return self._send_whole(*small, request_id, want_scores)
         measured = self._codec.measure(rows)
         with self._sending:
             self._check_open()
@@ -176,24 +184,40 @@ class OperatorChannel:
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError(f"channel {self.name} is closed", "create a new channel")
-        self.segment.locks.check_open()
-        if self._status[0] == layout.STATUS_REFUSED:
-            raise TransportError(f"the sidecar refused {self.name}: {self._refusal()}", "start both from one config")
-        error = self.segment.unlinked_error()
-        if error is not None:
-            self._tell_unlinked(error)
+        self._standing.check()
 
-    def _tell_unlinked(self, error: TransportError) -> None:
-        if not self.segment.alive(LOCK_SIDECAR_LIFE):
-            raise error
-        if not self._said_unlinked:
-            # The sidecar that is attached keeps its mapping, so that records go on to arrive until it ends.
-            self._said_unlinked = True
-            log.warning("%s", error)
-
-    def _refusal(self) -> str:
-        raw = bytes(self.segment.memory[layout.REFUSAL : layout.REFUSAL + layout.REFUSAL_BYTES])
-        return raw.rstrip(b"\0").decode("utf-8", "replace")
+    def _send_whole(
+        self, num_rows: int, nbytes: int, payload: bytes | list[Any], request_id: int, want_scores: bool
+    ) -> SendResult:
+        """One record whose bytes are ready: what `_send_parts` does, without what only batches of many rows need."""
+        slot, evicted = self._writer.known_free, 0
+        if slot is None:
+            deadline = time.monotonic() + self._block_timeout_s
+            slot, evicted = self._room.find(self._writer.next_seq, deadline, self._bell, self.sidecar_alive)
+        if want_scores:
+            # Between finding the slot and using it, as in `_send_parts`.
+            self._inbox.expect(request_id, 1, num_rows, collect=True)
+        sent = False
+        if slot is not None:
+            memory, seq, at = self.segment.memory, self._writer.next_seq, self._writer.ring.offset(slot)
+            flags = FLAG_WANT_SCORES if want_scores else 0
+            if isinstance(payload, bytes):
+                memory[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + nbytes] = payload
+            else:
+                place(payload, self._mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + nbytes])
+            memory[at : at + RECORD_HEADER_BYTES] = pack_whole(
+                self._generation, seq, nbytes, request_id, num_rows, flags
+            )
+            sent = self._commit(slot, seq, num_rows, request_id)
+        if sent:
+            result = SendResult(1, 1, num_rows, 0, evicted, nbytes)
+        else:
+            result = SendResult(1, 0, 0, num_rows, evicted, 0)
+            if want_scores:
+                self._inbox.abandon(request_id)
+        self.counters.add(result, self._writer.ring.mutex.timeouts)
+        self._mirror.store()
+        return result
 
     def _send_parts(
         self, measured: Measured, ranges: Sequence[tuple[int, int]], request_id: int, want_scores: bool
@@ -205,7 +229,7 @@ class OperatorChannel:
         mutex = self._writer.ring.mutex
         timeouts = mutex.timeouts
         for part, (start, stop) in enumerate(ranges):
-            slot, rows_evicted = self._find_slot(first_seq, deadline)
+            slot, rows_evicted = self._room.find(first_seq, deadline, self._bell, self.sidecar_alive)
             if mutex.timeouts > timeouts:
                 # The sidecar is stopped inside the mutex: one time limit is enough for one batch.
                 return
@@ -217,39 +241,6 @@ class OperatorChannel:
             if size:
                 sent, rows_sent, nbytes = sent + 1, rows_sent + stop - start, nbytes + size
             yield SendResult(len(ranges), sent, rows_sent, measured.num_rows - rows_sent, evicted, nbytes)
-
-    def _find_slot(self, first_seq: int, deadline: float) -> tuple[int | None, int]:
-        """A free slot by the channel's policy, and how many rows were evicted for it."""
-        timeouts = self._writer.ring.mutex.timeouts
-        slot = self._writer.reserve()
-        if slot is not None or self._backpressure == "drop_newest" or self._writer.ring.mutex.timeouts > timeouts:
-            return slot, 0
-        if self._backpressure == "drop_oldest":
-            victim = self._writer.evict(below=first_seq)
-            if victim is not None:
-                rows = self._rows_in_slot[victim[0]]
-                self._bell.consume()
-                self.counters.dropped_oldest += 1
-                self.counters.rows_dropped_oldest += rows
-                self._inbox.abandon(self._request_in_slot[victim[0]])
-                return self._writer.reserve(), rows
-            if first_seq == self._writer.next_seq:
-                # Nothing can be evicted: the sidecar is reading every slot.
-                return self._writer.reserve(), 0
-        # Only parts of this very batch are in the way (or the policy is to wait): the sidecar may make room.
-        return self._wait_for_room(deadline), 0
-
-    def _wait_for_room(self, deadline: float) -> int | None:
-        started_ns = time.monotonic_ns()
-        slot = None
-        while slot is None and self.sidecar_alive():
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                break
-            self._space.wait(remaining_s)
-            slot = self._writer.reserve()
-        self.counters.blocked_ns += time.monotonic_ns() - started_ns
-        return slot
 
     def _send_part(
         self,
@@ -281,14 +272,17 @@ class OperatorChannel:
             payload_crc=zlib.crc32(payload.data) if self.segment.header.settings.checksum else None,
             sent_ns=time.monotonic_ns(),
         )
-        self.segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self.segment.header.generation)
-        self._rows_in_slot[slot] = stop - start
-        self._request_in_slot[slot] = request_id
+        self.segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self._generation)
+        return message.nbytes if self._commit(slot, seq, stop - start, request_id) else 0
+
+    def _commit(self, slot: int, seq: int, num_rows: int, request_id: int) -> bool:
+        """Make the record that is complete in `slot` READY and ring for it. False when the sidecar is stuck."""
+        self._room.note(slot, num_rows, request_id)
         if not self._writer.commit(slot, seq):
-            return 0
-        self._space.consume()
+            return False
         self._post_bell()
-        return message.nbytes
+        self._space.consume()
+        return True
 
     def _post_bell(self) -> None:
         inode = self._status[1]

@@ -15,11 +15,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from mps_trainer.columns import Array, Column, PackedBatch, PackedColumn, Rows
-from mps_trainer.errors import CorruptRecordError, ExperienceError, TransportError
-from mps_trainer.transport.arrow import MAX_ELEMENTS, NUM_ROWS, BatchLayout, Message
+from mps_trainer.columns import Array, Column, PackedBatch, Rows
+from mps_trainer.errors import ExperienceError, TransportError
+from mps_trainer.transport.arrow import MAX_ELEMENTS, BatchLayout, Bytes, Message, element_dtype
+from mps_trainer.transport.decoder import Decoder
 
-Bytes = npt.NDArray[np.uint8]
 Ends = npt.NDArray[np.int64]
 
 
@@ -44,11 +44,12 @@ class Measured:
 
 
 class Codec:
-    """Encodes and decodes batches of one list of columns. Thread-safe: it holds nothing that changes."""
+    """Encodes and decodes batches of one list of columns. Thread-safe: what it keeps only ever saves work."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
         self.layout = BatchLayout(columns)
+        self._decoder = Decoder(self.columns, self.layout)
 
     def measure(self, rows: Rows) -> Measured:
         """Check `rows` against the columns.
@@ -109,7 +110,7 @@ class Codec:
         its column.
         """
         head = self.layout.metadata_bytes
-        out[:head] = message.words.view(np.uint8)
+        out[:head] = np.frombuffer(message.metadata, np.uint8)
         end = head
         for column, part, span in zip(self.columns, measured.prepared, message.spans, strict=True):
             if part.ends is not None:
@@ -124,7 +125,7 @@ class Codec:
                 end = offsets_end
             out[end : span.values_at] = 0
             end = span.values_at + span.values_bytes
-            _write_values(column, part, start, stop, out[span.values_at : end].view(_dtype(column)))
+            _write_values(column, part, start, stop, out[span.values_at : end].view(element_dtype(column)))
         out[end : message.nbytes] = 0
 
     def decode(self, buffer: Any) -> PackedBatch:
@@ -133,44 +134,7 @@ class Codec:
         `buffer` is bytes, a memoryview or a uint8 array whose memory is 64-byte aligned for aligned columns.
         Raises CorruptRecordError for anything that `write` would not have written for some rows.
         """
-        raw = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-        head = self.layout.metadata_bytes
-        if raw.nbytes < head:
-            raise CorruptRecordError(f"a batch of {raw.nbytes} bytes is shorter than its metadata ({head})")
-        words = np.frombuffer(raw[:head].tobytes(), np.int64)
-        message = self._expected(words)
-        if message is None or message.nbytes != raw.nbytes or not np.array_equal(message.words, words):
-            raise CorruptRecordError(
-                "the metadata of the batch is not what its columns make", "check that both sides run the same version"
-            )
-        num_rows = int(words[NUM_ROWS])
-        columns = {}
-        for column, span in zip(self.columns, message.spans, strict=True):
-            values = raw[span.values_at : span.values_at + span.values_bytes].view(_dtype(column))
-            if column.dtype == "bool" and span.count and values.view(np.uint8).max() > 1:
-                raise CorruptRecordError(f"column {column.name!r} holds bytes that are no bool")
-            if column.kind == "vector":
-                values = values.reshape(num_rows, column.width)
-            offsets = None
-            if span.offsets_at >= 0:
-                offsets = raw[span.offsets_at : span.offsets_at + 4 * (num_rows + 1)].view(np.int32)
-                _check_offsets(column, offsets, span.count)
-            columns[column.name] = PackedColumn(values, offsets, is_text=column.kind == "text")
-        return PackedBatch(columns, num_rows)
-
-    def _expected(self, words: npt.NDArray[np.int64]) -> Message | None:
-        num_rows = int(words[NUM_ROWS])
-        if not 0 <= num_rows <= MAX_ELEMENTS:
-            return None
-        totals = [0] * len(self.columns)
-        for position, word, item_bytes in self.layout.variable:
-            totals[position] = int(words[word]) // item_bytes
-            if not 0 <= totals[position] <= MAX_ELEMENTS:
-                return None
-        # Not the message itself before its size is known to be sane: the numbers are from outside.
-        if self.layout.size(num_rows, totals) >= 2**62:
-            return None
-        return self.layout.message(num_rows, totals)
+        return self._decoder.decode(buffer)
 
 
 def encode_batch(rows: Rows, columns: Sequence[Column]) -> bytes:
@@ -188,10 +152,6 @@ def decode_batch(buffer: Any, columns: Sequence[Column]) -> PackedBatch:
     return Codec(columns).decode(buffer)
 
 
-def _dtype(column: Column) -> np.dtype[Any]:
-    return np.dtype(np.uint8 if column.dtype == "text" else column.dtype)
-
-
 def _prepare(column: Column, data: Any) -> _Prepared:
     if column.kind == "text":
         return _prepare_text(column, cast("Sequence[str]", data))
@@ -200,12 +160,12 @@ def _prepare(column: Column, data: Any) -> _Prepared:
         return _Prepared(data, _ends(column, map(len, data), len(data)))
     if isinstance(data, np.ndarray):
         expected = (len(data), column.width) if column.kind == "vector" else (len(data),)
-        if data.shape != expected or data.dtype != _dtype(column):
+        if data.shape != expected or data.dtype != element_dtype(column):
             raise _mismatch(column, f"{data.dtype}{list(data.shape)}", f"{column.dtype}{list(expected)}")
         return _Prepared(data, None)
     if column.kind == "scalar":
         try:
-            return _Prepared(np.asarray(data, _dtype(column)).reshape(len(data)), None)
+            return _Prepared(np.asarray(data, element_dtype(column)).reshape(len(data)), None)
         except (TypeError, ValueError) as error:
             raise _mismatch(column, str(error), f"one {column.dtype} a row") from error
     data = _checked_rows(column, data)
@@ -219,7 +179,7 @@ def _checked_rows(column: Column, data: Any) -> list[Array]:
     # All rows, before the first part of a split batch is sent: half a batch is worse than none.
     rows = list(data)
     kinds = {(row.dtype, row.ndim) if isinstance(row, np.ndarray) else (type(row).__name__, 1) for row in rows}
-    if kinds - {(_dtype(column), 1)}:
+    if kinds - {(element_dtype(column), 1)}:
         raise _mismatch(column, ", ".join(sorted(f"{t}[{n}d]" for t, n in kinds)), f"one-dimensional {column.dtype}")
     return rows
 
@@ -253,7 +213,7 @@ def _mismatch(column: Column, found: str, needed: str) -> ExperienceError:
 
 
 def _row_bytes(column: Column, part: _Prepared, num_rows: int) -> Ends:
-    item_bytes = _dtype(column).itemsize
+    item_bytes = element_dtype(column).itemsize
     if part.ends is not None:
         return part.ends * item_bytes + 4 * np.arange(num_rows + 1)
     per_row = item_bytes * (column.width if column.kind == "vector" else 1)
@@ -274,11 +234,3 @@ def _write_values(column: Column, part: _Prepared, start: int, stop: int, out: A
     except (TypeError, ValueError) as error:
         found = sorted({f"{np.asarray(row).dtype}[{np.asarray(row).ndim}d]" for row in part.data[start:stop]})
         raise _mismatch(column, ", ".join(found), f"one-dimensional {column.dtype}") from error
-
-
-def _check_offsets(column: Column, offsets: npt.NDArray[np.int32], count: int) -> None:
-    # Compared, not subtracted, first: a difference of hostile int32 values can wrap around and look harmless.
-    if offsets[0] != 0 or offsets[-1] != count or not bool((offsets[1:] >= offsets[:-1]).all()):
-        raise CorruptRecordError(f"the offsets of column {column.name!r} do not divide its {count} elements")
-    if len(offsets) > 1 and column.maximum is not None and np.diff(offsets).max() > column.maximum:
-        raise CorruptRecordError(f"a row of column {column.name!r} is longer than its maximum {column.maximum}")

@@ -6,8 +6,9 @@ The mirror is information, not protocol: a kill between two stores may leave it 
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from mps_trainer.transport.segment import Segment
 
@@ -79,8 +80,7 @@ class HubCounters:
     lingering: int = 0
 
 
-@dataclass(frozen=True)
-class SendResult:
+class SendResult(NamedTuple):
     """What became of one batch.
 
     Attributes:
@@ -102,13 +102,13 @@ class Mirror:
     """Stores a counters object as 8-byte words in a segment."""
 
     def __init__(self, segment: Segment, offset: int, counters: Any) -> None:
-        self._counters = counters
-        self._words = segment.words(offset, len(fields(counters)))
+        self._values = vars(counters).values()
+        self._memory, self._offset = segment.memory, offset
+        self._words = struct.Struct(f"@{len(fields(counters))}Q")
 
     def store(self) -> None:
         """Copy the counters to the segment."""
-        for i, value in enumerate(vars(self._counters).values()):
-            self._words[i] = value
+        self._words.pack_into(self._memory, self._offset, *self._values)
 
 
 def load_operator_counters(segment: Segment, offset: int) -> ChannelCounters:

@@ -6,17 +6,17 @@ then gone, no view is left and the slot goes back to the operator. When it is no
 views keep showing the same record, and `release` raises: somebody kept a view without copying. The slot goes
 back by itself when the last view dies. So a view can cost a slot and an error, but never shows another record.
 
-This holds as long as the hub is open. When it closes and leaves its channels to a successor, the successor lends all
-that was not released again, and the operator then reuses the slots: open deliveries raise from then on, but an array
-that was taken out of one before may come to show another record. Let go of all arrays before closing a hub.
+When the hub closes, a successor lends all that was not released again, and the operator then reuses the slots. Open
+deliveries raise from then on; arrays that were taken out of one before keep what they show, because the hub makes their
+pages private to this process at its close. The mapping lives until the last of them dies.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from mps_trainer.columns import PackedBatch
 from mps_trainer.errors import ExperienceError, TransportError
-from mps_trainer.transport.codec import Bytes
+from mps_trainer.transport.arrow import Bytes
 from mps_trainer.transport.record import RecordHeader
 
 
@@ -57,15 +57,23 @@ class Delivery:
         `sent_ns`, `channel`, `seq`.
     """
 
+    __slots__ = (
+        "__weakref__", "_base", "_batch", "_claimed_ns", "_held", "_lessor", "_payload", "_readers", "_released",
+        "_slot", "header",
+    )  # fmt: skip
+
     def __init__(self, lessor: Lessor, slot: int, header: RecordHeader, base: Bytes, batch: PackedBatch) -> None:
         self.header = header
         self._lessor = lessor
         self._slot = slot
         self._base: weakref.ref[Bytes] = weakref.ref(base)
-        self._payload: memoryview | None = memoryview(base)  # type: ignore[arg-type]
+        # Held until the release; its memoryview is made when somebody asks for it.
+        self._held: Bytes | None = base
+        self._payload: memoryview | None = None
         self._batch: PackedBatch | None = batch
         self._claimed_ns = time.monotonic_ns()
         self._released = False
+        self._readers: list[Callable[[], None]] = []
 
     @property
     def batch(self) -> PackedBatch:
@@ -77,8 +85,10 @@ class Delivery:
     @property
     def payload(self) -> memoryview:
         """The record's bytes, read-only: one Arrow record batch message. After `release` this raises TransportError."""
-        if self._payload is None or self._lessor.closed:
+        if self._held is None or self._lessor.closed:
             raise self._gone()
+        if self._payload is None:
+            self._payload = memoryview(self._held)  # type: ignore[arg-type]
         return self._payload
 
     def reply(self, values: npt.NDArray[Any], model_version: int) -> bool:
@@ -91,6 +101,13 @@ class Delivery:
                 f"reply of {values.dtype}{list(values.shape)} to {self.header.num_rows} rows", "reply one float32 a row"
             )
         return self._lessor.reply(self.header, values, model_version, time.monotonic_ns() - self._claimed_ns)
+
+    def hold_until(self, done: Callable[[], None]) -> None:
+        """Let every way of release call `done` first: it returns when a device reads the slot no more.
+
+        When it raises, the slot is not given back: a successor gets the record again.
+        """
+        self._readers.append(done)
 
     def release(self) -> None:
         """Acknowledge the record and give its slot back. Idempotent.
@@ -118,12 +135,12 @@ class Delivery:
     def _release(self) -> bool:
         if self._released:
             return True
+        while self._readers:
+            self._readers[-1]()
+            self._readers.pop()
         self._released = True
-        payload, self._payload, self._batch = self._payload, None, None
-        if payload is not None:
-            with contextlib.suppress(BufferError):
-                payload.release()
-            del payload
+        # The memoryview is not released by force: `torch.frombuffer` keeps one without an export that would show.
+        self._payload = self._batch = self._held = None
         if self._base() is not None:
             gc.collect()
         base = self._base()

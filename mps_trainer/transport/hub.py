@@ -12,7 +12,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -25,6 +25,7 @@ from mps_trainer.transport.counters import ChannelCounters, HubCounters, load_op
 from mps_trainer.transport.delivery import Delivery
 from mps_trainer.transport.segment import Segment, SideTakenError
 from mps_trainer.transport.semaphores import SLICE_S, Doorbell
+from mps_trainer.transport.shortage import ShortageError, Shortages
 from mps_trainer.transport.sweep import remove_run
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,18 @@ class Producer:
 class SidecarHub:
     """Attaches to every channel of a run, now and later. One process per run can do so at a time."""
 
-    def __init__(self, run_id: str, columns: Sequence[Column], *, attach_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        columns: Sequence[Column],
+        *,
+        attach_timeout_s: float = 5.0,
+        on_attach: Callable[[Segment], None] | None = None,
+    ) -> None:
         """Open the doorbell and attach to the channels that are there.
+
+        `on_attach` gets the mapped segment of each channel, before its first record is lent; what it sets up there it
+        takes down in a call that it leaves with `Segment.before_unmap`.
 
         A channel whose columns or version differ is refused, not fatal: its operator's next `send` raises,
         `refused` says why.
@@ -65,8 +76,10 @@ class SidecarHub:
         self._schema = schema.describe(columns)
         self._codec = Codec(columns)
         self._channels: dict[str, AttachedChannel] = {}
+        self._on_attach = on_attach
         self.refused: dict[str, str] = {}
         self._refused_inodes: dict[str, int] = {}
+        self.shortages = Shortages()
         self._bell = Doorbell(run_id)
         self._woken = False
         self._closed = False
@@ -127,10 +140,15 @@ class SidecarHub:
         if time.monotonic() >= self._next_look:
             self.find_new()
         for channel in self._oldest_first():
-            self._bell.consume()
             # None: its record was evicted meanwhile, or its operator is stopped in the mutex; others must not starve.
-            delivery = channel.receive()
+            try:
+                delivery = channel.receive()
+            except CorruptRecordError:
+                self._bell.consume()
+                raise
             if delivery is not None:
+                # After the claim: a post that comes between them is of a record that the next look will see.
+                self._bell.consume()
                 return delivery
         for channel in self._channels.values():
             if channel.counters.lingering == channel.reader.ring.num_slots:
@@ -143,9 +161,14 @@ class SidecarHub:
     def find_new(self) -> None:
         """Attach to channels that appeared since the last look; `wait` and `receive` do so by themselves."""
         self._next_look = time.monotonic() + SLICE_S
+        with self.shortages.watched():
+            self._look()
+
+    def _look(self) -> None:
         if self._bell.removed:
+            bell = Doorbell(self._run_id)
             self._bell.close()
-            self._bell = Doorbell(self._run_id)
+            self._bell = bell
             self._claim(SLICE_S)
             for channel in self._channels.values():
                 channel.set_bell(self._bell.inode)
@@ -193,7 +216,7 @@ class SidecarHub:
 
         With `unlink` the run is over: channels without a living operator are removed, drained or not, and the doorbell
         if nobody else has it. Without it everything stays for a successor, to which records that were not released are
-        delivered again. Open deliveries raise from now on; arrays taken out of them may change (see `delivery`).
+        delivered again. Open deliveries raise from now on; arrays taken out of them keep what they show.
         """
         if self._closed:
             return
@@ -207,12 +230,16 @@ class SidecarHub:
             remove_run(self._run_id)
 
     def _any_ready(self) -> bool:
-        return any(channel.ready_since() is not None for channel in self._channels.values())
+        for channel in self._channels.values():  # noqa: SIM110  # on the way of every record: a generator costs more
+            if channel.has_ready():
+                return True
+        return False
 
-    def _oldest_first(self) -> list[AttachedChannel]:
+    def _oldest_first(self) -> Iterable[AttachedChannel]:
+        if len(self._channels) < 2:
+            return self._channels.values()
         ready = [(since, c) for c in self._channels.values() if (since := c.ready_since()) is not None]
-        if len(ready) > 1:
-            ready.sort(key=operator.itemgetter(0))
+        ready.sort(key=operator.itemgetter(0))
         return [channel for _, channel in ready]
 
     def _tidy(self) -> None:
@@ -240,6 +267,9 @@ class SidecarHub:
             # Perhaps its maker has not finished, a sweep tries its locks, or its operator is stopped: we look again.
             log.debug("not attached to %s: %s", name, error)
             return
+        except ShortageError as error:
+            self.shortages.note(error)
+            return
         except TransportError as error:
             self._refuse(name, inode, str(error))
             return
@@ -249,6 +279,8 @@ class SidecarHub:
             self._refuse(name, inode, difference)
             return
         self._channels[name] = channel
+        if self._on_attach is not None:
+            self._on_attach(channel.segment)
 
     def _refuse(self, name: str, inode: int, reason: str) -> None:
         self.refused[name], self._refused_inodes[name] = reason, inode

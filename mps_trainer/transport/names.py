@@ -18,6 +18,7 @@ import re
 import stat
 
 from mps_trainer.errors import TransportError
+from mps_trainer.transport import shortage
 
 SHM_DIR = "/dev/shm"
 PREFIX = "mpst."
@@ -74,8 +75,10 @@ def parse_semaphore(entry: str) -> tuple[str, str] | None:
 
 
 def entries() -> list[str]:
-    """All entries of /dev/shm that carry our prefix, sorted."""
-    return sorted(e for e in os.listdir(SHM_DIR) if e.startswith((PREFIX, f"sem.{PREFIX}")))
+    """All entries of /dev/shm that carry our prefix, sorted. Raises ShortageError."""
+    with shortage.reported(f"list {SHM_DIR}"):
+        present = os.listdir(SHM_DIR)
+    return sorted(e for e in present if e.startswith((PREFIX, f"sem.{PREFIX}")))
 
 
 def segment_indices(run_id: str) -> list[int]:

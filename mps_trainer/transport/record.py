@@ -7,6 +7,7 @@ only if the sequence number of both agree, the generation is that of the segment
 from __future__ import annotations
 
 import struct
+import time
 import zlib
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ FLAG_WANT_SCORES, FLAG_CHECKSUM = 1, 2
 
 _RECORD = struct.Struct("<4sHHQQQQIIIIIIqqq36xI")
 assert _RECORD.size == RECORD_HEADER_BYTES
+_BODY = struct.Struct("<4sHHQQQQIIIIIIqqq36x")
 _CRC = struct.Struct("<I")
 SENT_NS_OFFSET = 72
 
@@ -61,13 +63,21 @@ class RecordHeader(NamedTuple):
     def pack(self, generation: int) -> bytes:
         """The header as it stands in the slot, `RECORD_HEADER_BYTES` long."""
         flags = (FLAG_WANT_SCORES if self.want_scores else 0) | (0 if self.payload_crc is None else FLAG_CHECKSUM)
-        packed = _RECORD.pack(
+        body = _BODY.pack(
             MAGIC, VERSION, self.kind, generation, self.seq, self.payload_bytes, self.request_id, self.part,
             self.parts, self.first_row, self.num_rows, flags, self.payload_crc or 0, self.model_version,
-            self.sent_ns, self.sidecar_ns, 0,
+            self.sent_ns, self.sidecar_ns,
         )  # fmt: skip
-        body = packed[:-4]
         return body + _CRC.pack(zlib.crc32(body))
+
+
+def pack_whole(generation: int, seq: int, payload_bytes: int, request_id: int, num_rows: int, flags: int) -> bytes:
+    """The header of a batch that is one record, sent now: what `RecordHeader.pack` makes, in half the time."""
+    body = _BODY.pack(
+        MAGIC, VERSION, KIND_BATCH, generation, seq, payload_bytes, request_id, 0, 1, 0, num_rows, flags, 0, 0,
+        time.monotonic_ns(), 0,
+    )  # fmt: skip
+    return body + _CRC.pack(zlib.crc32(body))
 
 
 def unpack_record(
@@ -81,7 +91,7 @@ def unpack_record(
      num_rows, flags, payload_crc, model_version, sent_ns, sidecar_ns, crc) = _RECORD.unpack(raw)  # fmt: skip
     if magic != MAGIC or version != VERSION or crc != zlib.crc32(raw[:-4]):
         raise CorruptRecordError(f"record {seq} of {channel} has a broken header")
-    if (found_kind, found_generation, found_seq) != (kind, generation, seq):
+    if found_seq != seq or found_generation != generation or found_kind != kind:
         raise CorruptRecordError(
             f"slot of {channel} holds record {found_seq} (kind {found_kind}), expected {seq} (kind {kind})"
         )

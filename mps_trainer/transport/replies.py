@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +19,31 @@ import numpy.typing as npt
 from mps_trainer.columns import Column
 from mps_trainer.errors import CorruptRecordError
 from mps_trainer.transport import names
-from mps_trainer.transport.codec import Bytes, Codec
+from mps_trainer.transport.arrow import Bytes
+from mps_trainer.transport.codec import Codec, encode_batch
 from mps_trainer.transport.counters import ChannelCounters, HubCounters
 from mps_trainer.transport.layout import RECORD_HEADER_BYTES, RingSettings
 from mps_trainer.transport.record import KIND_SCORES, RecordHeader, unpack_record
 from mps_trainer.transport.ring import RingReader, RingWriter, reply_ring
 from mps_trainer.transport.segment import Segment
 from mps_trainer.transport.semaphores import WakeUp
+from mps_trainer.transport.small import SmallEncoder
 
 REPLY_COLUMNS = (Column(name="score", source="score", dtype="float32"),)
 _CODEC = Codec(REPLY_COLUMNS)
+_SMALL = SmallEncoder(_CODEC.layout)
 #: Requests that the inbox keeps in mind; beyond, the oldest is given up.
 _MAX_PENDING = 1024
 #: How soon a waiter notices that the sidecar died.
 _LOOK_S = 0.25
+
+
+def _encode(values: npt.NDArray[np.float32]) -> bytes:
+    """One reply's payload."""
+    small = _SMALL.encode({"score": values})
+    if small is not None and isinstance(small[2], bytes):
+        return small[2]
+    return encode_batch({"score": values}, REPLY_COLUMNS)
 
 
 def max_reply_rows(settings: RingSettings) -> int:
@@ -39,8 +51,7 @@ def max_reply_rows(settings: RingSettings) -> int:
     return (settings.reply_slot_bytes - RECORD_HEADER_BYTES - _CODEC.layout.slack_bytes) // 4
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """The answer to one request.
 
     Attributes:
@@ -71,6 +82,10 @@ class _Pending:
         """The assembled answer, None while a part is missing."""
         if len(self.arrived) < self.parts:
             return None
+        if self.parts == 1:
+            ((header, values),) = self.arrived.values()
+            if header.num_rows == self.num_rows:
+                return Scores(request_id, values, header.model_version, header.sidecar_ns)
         values = np.full(self.num_rows, np.nan, np.float32)
         for header, part in self.arrived.values():
             values[header.first_row : header.first_row + len(part)] = part
@@ -92,14 +107,17 @@ class ReplyInbox:
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         self._changed = threading.Condition()
         self._sleeper = False
+        self._waiting = 0
         self._closed = False
 
-    def expect(self, request_id: int, parts: int, num_rows: int) -> None:
-        """Note that a request goes out; its replies are kept from now on."""
+    def expect(self, request_id: int, parts: int, num_rows: int, *, collect: bool = False) -> None:
+        """Note that a request goes out; its replies are kept from now on. With `collect` as `collect` does, too."""
         with self._changed:
             self._pending[request_id] = _Pending(parts, num_rows)
             while len(self._pending) > _MAX_PENDING:
                 self._pending.popitem(last=False)
+            if collect:
+                self._sort_arrivals()
 
     def collect(self) -> None:
         """Fetch what has arrived without waiting, so that the reply ring has room for more."""
@@ -143,7 +161,11 @@ class ReplyInbox:
 
     def _sleep(self, timeout_s: float) -> None:
         if self._sleeper:
-            self._changed.wait(timeout_s)
+            self._waiting += 1
+            try:
+                self._changed.wait(timeout_s)
+            finally:
+                self._waiting -= 1
             return
         self._sleeper = True
         self._changed.release()
@@ -152,7 +174,8 @@ class ReplyInbox:
         finally:
             self._changed.acquire()
             self._sleeper = False
-            self._changed.notify_all()
+            if self._waiting or self._closed:
+                self._changed.notify_all()
 
     def _sort_arrivals(self) -> None:
         while self._reader.peek() is not None:
@@ -198,7 +221,8 @@ class ReplyInbox:
             self._counters.replies_late += 1
             return
         pending.arrived[header.part] = (header, values)
-        self._changed.notify_all()
+        if self._waiting:
+            self._changed.notify_all()
 
 
 class ReplyOutbox:
@@ -209,32 +233,31 @@ class ReplyOutbox:
         self._wake = wake
         self._counters = counters
         self._writer = RingWriter(reply_ring(segment))
-        self._mapped: Bytes = np.frombuffer(segment.memory, np.uint8)
         self._sending = threading.Lock()
 
     def send(self, request: RecordHeader, values: npt.NDArray[np.float32], model_version: int, sidecar_ns: int) -> bool:
         """Answer `request`. False when the operator is stuck in the mutex."""
-        measured = _CODEC.measure({"score": values})
-        message = _CODEC.message(measured, 0, len(values))
+        payload = _encode(values)
+        nbytes = len(payload)
         with self._sending:
             slot = self._writer.reserve()
             if slot is None and self._writer.evict(below=2**62) is not None:
                 self._wake.consume()
                 self._counters.replies_dropped += 1
                 slot = self._writer.reserve()
-            if slot is None or message.nbytes > self._writer.ring.capacity:
+            if slot is None or nbytes > self._writer.ring.capacity:
                 return False
             at = self._writer.ring.offset(slot)
-            payload = self._mapped[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + message.nbytes]
-            _CODEC.write(measured, 0, len(values), message, payload)
+            self._segment.memory[at + RECORD_HEADER_BYTES : at + RECORD_HEADER_BYTES + nbytes] = payload
             seq = self._writer.next_seq
-            header = request._replace(
-                kind=KIND_SCORES, seq=seq, payload_bytes=message.nbytes, payload_crc=None,
-                model_version=model_version, sent_ns=time.monotonic_ns(), sidecar_ns=sidecar_ns,
+            header = RecordHeader(
+                KIND_SCORES, seq, nbytes, request.request_id, request.part, request.parts, request.first_row,
+                request.num_rows, request.want_scores, None, model_version, time.monotonic_ns(), sidecar_ns,
             )  # fmt: skip
             self._segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self._segment.header.generation)
             if not self._writer.commit(slot, seq):
                 return False
+            # Before the bookkeeping: an operator waits.
+            self._wake.post()
         self._counters.replies_sent += 1
-        self._wake.post()
         return True

@@ -50,15 +50,14 @@ class Ring:
         self.num_slots = num_slots
         self.capacity = slot_bytes - RECORD_HEADER_BYTES
         self.words = segment.words(states, num_slots)
-        self._first = first_slot
-        self._stride = stride
+        self._offsets = [first_slot + slot * stride for slot in range(num_slots)]
         self.evicts = evicts
         self._locks = segment.locks
         self.mutex = ByteMutex(segment.locks, lock)
 
     def offset(self, slot: int) -> int:
         """Where slot `slot` begins in the segment: its record header, then its payload."""
-        return self._first + slot * self._stride
+        return self._offsets[slot]
 
     def oldest_ready(self, below: int = 2**62, likely: int = 0) -> tuple[int, int] | None:
         """(slot, seq) of the READY record with the lowest seq under `below`. Without the mutex only a hint.
@@ -68,6 +67,8 @@ class Ring:
         words = self.words.tolist()
         if (word := likely << 2 | READY) in words:
             return words.index(word), likely
+        if not any(words):
+            return None
         best, found = below, -1
         for slot, word in enumerate(words):
             if word & _STATE == READY and word >> 2 < best:
@@ -99,19 +100,19 @@ class RingWriter:
         self.ring = ring
         # After a predecessor's records; a number that no ring can have reached is a corrupt word, and would overflow.
         self.next_seq = 1 + max((seq for word in ring.words.tolist() if (seq := word >> 2) < _MAX_SEQ), default=0)
-        self._known_free: int | None = None
+        self.known_free: int | None = None
 
     def reserve(self) -> int | None:
         """The lowest FREE slot, or None when there is none or the reader is stuck in the mutex."""
-        if self._known_free is not None:
-            return self._known_free
+        if self.known_free is not None:
+            return self.known_free
         if not self.ring.enter_order():
             return None
         try:
             self._find_free()
         finally:
             self.ring.leave_order()
-        return self._known_free
+        return self.known_free
 
     def commit(self, slot: int, seq: int) -> bool:
         """Make the slot READY; its header and payload are complete. False when the reader is stuck in the mutex."""
@@ -141,9 +142,9 @@ class RingWriter:
 
     def _find_free(self) -> None:
         try:
-            self._known_free = self.ring.words.tolist().index(FREE)
+            self.known_free = self.ring.words.tolist().index(FREE)
         except ValueError:
-            self._known_free = None
+            self.known_free = None
 
 
 class RingReader:
@@ -156,6 +157,11 @@ class RingReader:
     def peek(self) -> tuple[int, int] | None:
         """(slot, seq) of the oldest READY record as a hint, or None."""
         return self.ring.oldest_ready(likely=self._likely)
+
+    def ready(self) -> bool:
+        """Whether a record is READY, as a hint."""
+        words = self.ring.words.tolist()
+        return (self._likely << 2 | READY) in words or (any(words) and self.peek() is not None)
 
     def claim(self) -> tuple[int, int] | None:
         """Take the oldest READY record: (slot, seq). None when there is none or the writer is stuck in the mutex."""

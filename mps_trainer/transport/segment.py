@@ -4,7 +4,7 @@
     segment        operator     sidecar       who holds both life locks (see `remove`)  the segment, both locks
                    dropped
     life locks     the kernel drops them with the process                              nothing
-    mapping        each side its own; unmapped by `close` when no view is left         nothing
+    mapping        each side its own; unmapped with the last view after `close`         nothing
 
 The mapping and the locks use two separate open files: a mapping keeps its file open in forked children too,
 and a child must not keep its parent's locks.
@@ -19,6 +19,7 @@ import mmap
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ import numpy as np
 import posix_ipc
 
 from mps_trainer.errors import CorruptRecordError, TransportError
-from mps_trainer.transport import layout, names, semaphores
+from mps_trainer.transport import layout, names, semaphores, shortage
 from mps_trainer.transport.layout import LOCK_OPERATOR_LIFE, LOCK_SIDECAR_LIFE, SegmentHeader
 from mps_trainer.transport.locks import LockFile
 
@@ -57,9 +58,10 @@ class Segment:
         self.nbytes = header.segment_bytes
         self.inode = os.fstat(fd).st_ino
         # Pages exist since the fallocate; populating them now keeps page faults out of the first batches.
-        self._map = mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.memory = memoryview(self._map)
+        with shortage.reported(f"map {name}"):
+            self.memory = memoryview(mmap.mmap(fd, self.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE))
         self.readonly = self.memory.toreadonly()
+        self._before_unmap: list[Callable[[], None]] = []
         self.address = int(np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0])
 
     @classmethod
@@ -71,7 +73,9 @@ class Segment:
         for index in range(_MAX_INDEX):
             name = names.segment_name(header.run_id, index)
             try:
-                shared = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
+                fd = _shared_fd(name, posix_ipc.O_CREX)
+            except shortage.ShortageError:
+                raise
             except posix_ipc.ExistentialError:
                 continue
             except (posix_ipc.Error, OSError) as error:
@@ -79,16 +83,16 @@ class Segment:
             with contextlib.ExitStack() as undo:
                 undo.callback(posix_ipc.unlink_shared_memory, name)
                 try:
-                    locks = _lock_file(name, shared.fd)
+                    locks = _lock_file(name, fd)
                     undo.callback(locks.close)
                     if not locks.try_lock(LOCK_OPERATOR_LIFE):
                         raise TransportError(f"{name} was taken while it was made", "try again")
                     if not _semaphore_names_free(header.run_id, index):
                         continue
-                    _reserve(shared.fd, header, names.SHM_DIR)
-                    segment = cls(name, replace(header, index=index), shared.fd, locks)
+                    _reserve(fd, header, names.SHM_DIR)
+                    segment = cls(name, replace(header, index=index), fd, locks)
                 finally:
-                    shared.close_fd()
+                    os.close(fd)
                 undo.pop_all()
                 return segment
         raise TransportError(f"run {header.run_id} has {_MAX_INDEX} channels", "run `mps-trainer down`")
@@ -153,14 +157,19 @@ class Segment:
         """Remove the segment and its semaphores if nobody else uses them; True when they are gone afterwards."""
         return remove(self.name, self.header.run_id, self.header.index, self.locks)
 
+    def before_unmap(self, call: Callable[[], None]) -> None:
+        """Let `close` make this call once, while the mapping and this side's locks are still there."""
+        self._before_unmap.append(call)
+
     def close(self) -> None:
-        """Drop the locks and, when no view is left, the mapping. Idempotent; the segment itself stays."""
+        """Drop the locks and this reference to the mapping, which ends with its last view. Idempotent."""
+        # Before the locks too: without our life lock a successor may lend the slots that a device still reads.
+        while self._before_unmap:
+            self._before_unmap.pop()()
         self.locks.close()
-        with contextlib.suppress(BufferError):
-            # With a view alive the mapping must stay: unmapped memory under an array is a crash.
-            self.readonly.release()
-            self.memory.release()
-            self._map.close()
+        # Dropped, not closed: unmapped memory under a view is a crash, and `torch.frombuffer` keeps what it is given
+        # alive without an export that would make `mmap.close` fail.
+        self.memory = self.readonly = memoryview(b"")
 
 
 def new_header(run_id: str, settings: layout.RingSettings, policy: str, schema: bytes, digest: bytes) -> SegmentHeader:
@@ -192,16 +201,19 @@ def process_start(pid: int) -> int:
 def open_checked(name: str) -> tuple[int, LockFile]:
     """Open a segment twice, for mapping and for locks, after checking that it is a private file of this user."""
     try:
-        shared = posix_ipc.SharedMemory(name)
+        fd = _shared_fd(name)
     except posix_ipc.ExistentialError as error:
         raise FileNotFoundError(name) from error
+    except shortage.ShortageError:
+        raise
     except (posix_ipc.Error, OSError, ValueError) as error:
         raise TransportError(f"cannot open {name}: {error}", f"remove {names.SHM_DIR}{name}") from error
     try:
-        names.check_private_file(os.fstat(shared.fd), f"{names.SHM_DIR}{name}")
-        return os.dup(shared.fd), _lock_file(name, shared.fd)
-    finally:
-        shared.close_fd()
+        names.check_private_file(os.fstat(fd), f"{names.SHM_DIR}{name}")
+        return fd, _lock_file(name, fd)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def read_header(fd: int) -> SegmentHeader:
@@ -248,13 +260,20 @@ def _semaphore_names_free(run_id: str, index: int) -> bool:
 
 def _lock_file(name: str, fd: int) -> LockFile:
     # A second open file, not a second descriptor of the first one: the mapping shares the first with forked children.
-    second = posix_ipc.SharedMemory(name)
     try:
-        if not os.path.sameopenfile(second.fd, fd):
-            raise FileNotFoundError(name)
-        return LockFile(os.dup(second.fd))
-    finally:
-        second.close_fd()
+        second = _shared_fd(name)
+    except posix_ipc.ExistentialError as error:
+        raise FileNotFoundError(name) from error
+    if not os.path.sameopenfile(second, fd):
+        os.close(second)
+        raise FileNotFoundError(name)
+    return LockFile(second)
+
+
+def _shared_fd(name: str, flags: int = 0) -> int:
+    # The object closes nothing by itself: the descriptor is the caller's, without a duplicate that needs one more.
+    with shortage.reported(f"open {name}"):
+        return int(posix_ipc.SharedMemory(name, flags, mode=0o600).fd)
 
 
 def _reserve(fd: int, header: SegmentHeader, where: str) -> None:

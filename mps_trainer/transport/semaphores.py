@@ -14,7 +14,7 @@ import time
 import posix_ipc
 
 from mps_trainer.errors import TransportError
-from mps_trainer.transport import names
+from mps_trainer.transport import names, shortage
 from mps_trainer.transport.locks import LockFile
 
 #: posix_ipc waits on the wall clock: long waits are cut into slices against the monotonic one.
@@ -65,15 +65,23 @@ class WakeUp(_Semaphore):
         The caller owns the name: it holds the segment that the name belongs to. Raises TransportError.
         """
         self.name = name
+        self._is_open = False
         if create:
             remove_semaphore(name)
         else:
             _check_semaphore_file(name)
         self._sem = _open(name, posix_ipc.O_CREX if create else 0)
+        self._is_open = True
 
     def close(self) -> None:
-        """Unmap the semaphore; the name stays."""
-        self._sem.close()
+        """Unmap the semaphore; the name stays. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._sem.close()
+
+    def __del__(self) -> None:
+        # posix_ipc unmaps nothing by itself: a channel that failed half-way would hold the page until its process ends.
+        self.close()
 
 
 class Doorbell(_Semaphore):
@@ -103,7 +111,8 @@ class Doorbell(_Semaphore):
         # Made where there is none, opened only below: until we hold the lock the name may come to mean another bell.
         _open(self._name, posix_ipc.O_CREAT).close()
         try:
-            self._file = LockFile(os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+            with shortage.reported(f"open {self._path}"):
+                self._file = LockFile(os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
         except FileNotFoundError:
             return False
         try:
@@ -161,7 +170,10 @@ def _open(name: str, flags: int) -> posix_ipc.Semaphore:
     if flags == posix_ipc.O_CREAT and os.path.lexists(names.semaphore_path(name)):
         _check_semaphore_file(name)
     try:
-        return posix_ipc.Semaphore(name, flags, mode=0o600, initial_value=0)
+        with shortage.reported(f"open semaphore {names.semaphore_path(name)}"):
+            return posix_ipc.Semaphore(name, flags, mode=0o600, initial_value=0)
+    except shortage.ShortageError:
+        raise
     except (posix_ipc.Error, OSError) as error:
         raise TransportError(
             f"cannot open semaphore {names.semaphore_path(name)}: {error}",

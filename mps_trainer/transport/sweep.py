@@ -22,6 +22,7 @@ from mps_trainer.transport import layout, names
 from mps_trainer.transport.locks import LockFile
 from mps_trainer.transport.segment import Segment, open_checked, read_header, remove
 from mps_trainer.transport.semaphores import remove_semaphore
+from mps_trainer.transport.shortage import ShortageError
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,9 @@ def create_segment(header: layout.SegmentHeader) -> Segment:
     reclaim_orphans(header.run_id)
     try:
         return Segment.create(header)
-    except TransportError:
+    except TransportError as error:
+        if isinstance(error, ShortageError) and not error.of_room:
+            raise
         # Unread records of dead operators are worth less than a living operator's channel.
         if not reclaim_orphans(header.run_id, keep=0):
             raise

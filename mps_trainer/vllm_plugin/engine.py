@@ -38,13 +38,16 @@ def follow_engine(session: EngineSession, utilization: float | None) -> None:
     # By name, since vLLM is no dependency of ours; it is what is calling us.
     EngineArgs = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     original = EngineArgs.create_engine_config
+    wishes: list[float] = []
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wished = self.gpu_memory_utilization
+        wishes.append(self.gpu_memory_utilization)
+        # Asked again it holds the lowered number, which is nobody's wish.
+        wished = max(wishes)
         # The smaller one: calling it again, or a user who asks for less, lowers nothing twice.
         if utilization is not None:
-            self.gpu_memory_utilization = min(wished, utilization)
+            self.gpu_memory_utilization = min(self.gpu_memory_utilization, utilization)
         session.tell("config", wished=wished, utilization=self.gpu_memory_utilization)
         _report_when_up(session)
         return original(self, *args, **kwargs)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mps_trainer.cli import runs
+from mps_trainer.cli import look, runs
 from mps_trainer.cli.app import run
 from mps_trainer.launcher.process import Ended, ProcessIdentity
 from mps_trainer.launcher.runs import EndedRun, RunView
@@ -234,3 +234,21 @@ def test_the_doors_say_what_is_missing(tmp_path: Path) -> None:
     )
     assert answer.returncode == 1
     assert "What to do" in answer.stderr
+
+
+def test_status_says_when_batches_reach_the_gpu_slowly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record = RunRecord(
+        run_id="0123abcd", config="x.yaml", derived_config="", run_dir=str(tmp_path), ray_namespace="", settings={}
+    )
+    status = Status(run_id="0123abcd", state=State.READY)
+    view = RunView(record, RunPaths(tmp_path / "0123abcd.json"), status, None)
+    monkeypatch.setattr(look, "list_runs", lambda: [view])
+    for registered, told in ((None, False), (True, False), (False, True)):
+        status.ring_registered = registered
+        assert run(["status"]) == 0
+        assert ("ring_registered is False" in capsys.readouterr().out) is told
+        status.save(tmp_path)
+        assert run(["status", str(tmp_path)]) == 0
+        assert f"ring_registered: {registered}\n" in capsys.readouterr().out

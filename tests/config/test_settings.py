@@ -26,7 +26,7 @@ def test_units():
         ({"memory": "8 apples"}, ["memory:", "8GiB"]),
         ({"score_timeout": "soon"}, ["score_timeout:", "50ms"]),
         ({"memory": "1GiB", "memory_fraction": 0.1}, ["keep one of them"]),
-        ({"filter": {"drop": "quantile", "value": 2}}, ["a quantile is a share below 1"]),
+        ({"filter": {"drop": "quantile", "value": 2}}, ["a quantile is a share from 0 to below 1"]),
         ({"device": "gpu"}, ["device:"]),
         ({"batch_size": 0}, ["batch_size:"]),
         ({"reward": {"weight": float("nan")}}, ["reward.weight:", "finite"]),

@@ -21,8 +21,12 @@ pytestmark = [
     [
         ["gpu_numerics.py", "--repeats", "1", "--shares", "100", "50", "25", "10", "20", "40", "70"],
         ["gpu_limit.py"],
+        ["gpu_summons.py", "--repeats", "1"],
         ["gpu_ring_copy.py", "--repeats", "5"],
+        ["gpu_intake.py"],
+        ["gpu_poison.py"],
         ["gpu_probation.py"],
+        ["gpu_stranger.py"],
         ["gpu_fault_drill.py", "--trials", "2", "--naive-trials", "4", "--budget-s", "150"],
     ],
     ids=lambda command: command[0],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("behaviour")
     parser.add_argument("--run-file", type=Path, required=True)
     parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--go-fd", type=int, default=-1)
     options = parser.parse_args()
     record, paths = RunRecord.load(options.run_file), RunPaths(options.run_file)
     run_dir = Path(record.run_dir)
@@ -45,6 +47,9 @@ def main() -> int:
     if options.behaviour == "task-error":
         tell(state="failed", error="the task does not import", todo="install it")
         return exit_codes.TASK_FAILED
+    restarts = Status.load(run_dir).restarts if (run_dir / "status.json").exists() else 0
+    if options.behaviour == "crash-at-the-second-start" and restarts == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     if options.behaviour == "crash-at-start":
         sys.stderr.write("Segmentation fault in the driver\n")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -52,6 +57,22 @@ def main() -> int:
         return exit_codes.OK
     if options.behaviour == "silent":
         time.sleep(60)
+    if options.go_fd >= 0:
+        Status(run_id=record.run_id, state=State.WAITING, pid=os.getpid(), restarts=restarts).save(run_dir)
+        tell(state="waiting")
+        if not wait_for_go(options.go_fd, asked):
+            Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
+            note("ended while it waited")
+            return exit_codes.OK
+        note("told to go on")
+        if options.behaviour == "silent-when-placed":
+            while not asked:
+                time.sleep(0.02)
+            Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
+            return exit_codes.OK
+        if options.behaviour == "task-error-when-placed":
+            tell(state="failed", error="the model does not fit", todo="make it smaller")
+            return exit_codes.TASK_FAILED
     Status(run_id=record.run_id, state=State.READY, pid=os.getpid()).save(run_dir)
     tell(state="ready")
     if options.behaviour == "task-error-later":
@@ -81,6 +102,15 @@ def main() -> int:
     Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
     note("saved")
     return exit_codes.OK
+
+
+def wait_for_go(descriptor: int, asked: list[bool]) -> bool:
+    for _ in range(3000):
+        if select.select([descriptor], [], [], 0.02)[0]:
+            return os.read(descriptor, 1) != b""
+        if asked:
+            return False
+    raise TimeoutError("nobody told us to go on")
 
 
 if __name__ == "__main__":

@@ -100,6 +100,33 @@ def test_what_rules_mps_out_is_said_recorded_h200(
         assert problem[1] in refused(write_config(settings("device: cuda:0", "mps: on")), machine).message
 
 
+def test_join_env_caps_every_engine_in_the_plan_recorded_h200(write_config: Write) -> None:
+    found = plan(write_config(settings("device: auto", "join: env")), ONE_GPU)
+    assert (found.device, found.mps) == ("cuda:0", "on")
+    assert found.utilization is not None
+    assert 0.9 < found.utilization < 0.95
+    assert any(f"at most gpu_memory_utilization {found.utilization:.3f}" in line for line in found.reasons)
+    more = plan(write_config(settings("device: cuda:0", "join: env", "memory: 40GiB")), ONE_GPU)
+    assert more.utilization is not None
+    assert more.utilization < found.utilization - 0.2
+    assert plan(write_config(settings("device: cuda:0")), ONE_GPU).utilization is None
+    assert plan(write_config(settings("device: cuda:0", "join: env", "mps: off")), ONE_GPU).utilization is None
+
+
+def test_join_env_has_no_engine_that_could_say_where_it_is_recorded_two_h200(write_config: Write) -> None:
+    error = refused(write_config(settings("device: auto", "join: env")), TWO_GPUS)
+    assert "with join: env no engine does" in error.message
+    assert "device: cuda:<n>" in error.todo
+    assert plan(write_config(settings("device: cuda:0", "join: env")), TWO_GPUS).device == "cuda:0"
+    assert plan(write_config(settings("device: auto", "join: env", "mps: off")), TWO_GPUS).mps == "off"
+
+
+def test_a_plugin_list_without_us_rules_out_the_plugin_only_recorded_h200(write_config: Write) -> None:
+    machine = replace(ONE_GPU, mps_problems=(("VLLM_PLUGINS", "VLLM_PLUGINS=lora leaves mps_trainer out"),))
+    assert plan(write_config(settings("device: cuda:0")), machine).mps == "off"
+    assert plan(write_config(settings("device: cuda:0", "join: env")), machine).mps == "on"
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [

@@ -6,12 +6,15 @@ import os
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from mps_trainer.errors import ConfigError, RunError
+from mps_trainer.launcher import ray_cluster
 from mps_trainer.launcher.executables import find_executable
+from mps_trainer.launcher.process import spawn
 from mps_trainer.launcher.ray_cluster import _start_command, use_ray
 
 
@@ -58,6 +61,22 @@ def test_a_private_ray_shares_no_port_and_no_folder_with_another(tmp_path: Path)
         "--runtime-env-agent-port", "--metrics-export-port", "--min-worker-port", "--max-worker-port",
     ):  # fmt: skip
         assert any(item.startswith(f"{name}=") for item in one), name
+
+
+def test_a_private_ray_gets_what_its_processes_must_inherit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+
+    def note(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
+        seen.append(env)
+        return spawn(["/bin/false"], env=env, **options)
+
+    monkeypatch.setattr(ray_cluster, "spawn", note)
+    with (
+        pytest.raises(RunError, match="`ray start` ended with"),
+        use_ray("private", "auto", print, tmp_path, {"CUDA_MPS_PIPE_DIRECTORY": "/our/pipe"}),
+    ):
+        pass
+    assert seen[0]["CUDA_MPS_PIPE_DIRECTORY"] == "/our/pipe"
 
 
 def test_a_ray_address_where_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

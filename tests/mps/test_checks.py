@@ -91,6 +91,13 @@ def test_plugins_that_name_us_and_gpus_in_bus_order_are_fine(around):
     require_possible(run_checks(replace(around, nvml=mixed, env=env)))
 
 
+def test_a_plugin_list_without_us_is_no_problem_for_those_who_do_without_the_plugin(around):
+    checks = run_checks(replace(around, env={"VLLM_PLUGINS": "lora"}))
+    with pytest.raises(PlacementError, match="leaves mps_trainer out"):
+        require_possible(checks)
+    require_possible(checks, plugin=False)
+
+
 def test_only_the_named_gpu_is_judged(around):
     two = replace(around.nvml, gpus=(replace(H200, mig=True), replace(H200, index=1, uuid="GPU-1")))
     require_possible(run_checks(replace(around, nvml=two), "GPU-1"))

@@ -159,3 +159,9 @@ def test_fake_daemons_of_dead_runs_are_swept_and_busy_or_living_ones_are_not(sta
     finally:
         for daemon in (busy, living):
             assert daemon.quit()
+
+
+def test_recorded_client_that_is_just_ending_has_no_command():
+    heading = "PID       ID    SERVER    DEVICE             NAMESPACE      COMMAND"
+    text = f"{heading}\n459       1     466       GPU-0f3cc1cf     4026531836\n"
+    assert [(client.pid, client.server_pid, client.command) for client in parse_clients(text)] == [(459, 466, "")]

@@ -5,74 +5,18 @@ The GPU is recorded (fake_nvml), the control binary and the engine are stand-ins
 
 import json
 import os
-import sys
+import re
+import time
 
 import pytest
-from mps_helpers import FAKE_CONTROL, HERE, wait_for
-from test_vllm_plugin import start_engine
+from mps_helpers import HERE, UUIDS, join, nothing_is_left, supervisor_log, wait_for
 
-from mps_trainer.errors import MpsTrainerError
-from mps_trainer.launcher.gpu import Gpu, GpuReading
-from mps_trainer.launcher.machine import Machine
+from mps_trainer.errors import MpsTrainerError, RunError
 from mps_trainer.launcher.process import ProcessIdentity
-from mps_trainer.launcher.runs import end_runs, list_runs
-from mps_trainer.launcher.up import prepare, start_run
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.lease import take_gpu
-
-FAKE_SIDECAR = HERE.parent / "launcher" / "fake_sidecar.py"
-GIB = 2**30
-UUIDS = ("GPU-0f3cc1cf-565d-9b0a-543c-d4b754f70410", "GPU-11111111-565d-9b0a-543c-d4b754f70410")
-CONFIG = """\
-mode: explore
-project: lab
-name: run
-checkpoint_root_dir: {root}
-model: {{model_path: /none}}
-buffer: {{batch_size: 4, total_steps: 2}}
-data_processor:
-  experience_pipeline:
-    operators:
-      - {{name: mps_trainer.operator.AuxTrainer, args: {{device: "{device}", mps: on, ready_timeout: 20s}}}}
-"""
-
-
-@pytest.fixture
-def start(state, tmp_path, monkeypatch):
-    (state / "bin").mkdir()
-    (state / "bin" / "nvidia-cuda-mps-control").symlink_to(FAKE_CONTROL)
-    monkeypatch.setenv("PATH", f"{state / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE / "fake_nvml"), *sys.path]))
-
-    def begin(device, num_gpus, behaviour="serve", **args):
-        monkeypatch.setenv("FAKE_NVML_GPUS", str(num_gpus))
-        gpus = tuple(Gpu(i, UUIDS[i], "NVIDIA H200", 150754820096, 150109880320) for i in range(num_gpus))
-        machine = Machine(64 * GIB, 64 * GIB, 64 * GIB, 64 * GIB, GpuReading(gpus, "580.159.04"))
-        path = tmp_path / "run.yaml"
-        text = CONFIG.format(root=tmp_path / "ckpt", device=device)
-        path.write_text(
-            text.replace("mps: on", "".join(f'{key}: "{value}", ' for key, value in args.items()) + "mps: on")
-        )
-        return start_run(prepare(path, machine), sidecar_command=[sys.executable, str(FAKE_SIDECAR), behaviour])
-
-    yield begin
-    end_runs(list_runs(), timeout_s=20)
-
-
-def join(run, gpu):
-    return start_engine(0.95, MPS_TRAINER_RUN=run.record.run_id, CUDA_VISIBLE_DEVICES=gpu)[0]
-
-
-def supervisor_log(run):
-    return (run.run_dir / "supervisor.log").read_text()
-
-
-def nothing_is_left(run_id):
-    assert not mps_folder(run_id).path.exists()
-    assert MpsDaemon(mps_folder(run_id)).find() is None
-    for uuid in UUIDS:
-        take_gpu(uuid, "somebody else").release()
+from mps_trainer.run import State
 
 
 def test_fake_engine_joins_a_run_on_a_recorded_gpu_and_nothing_is_left(start):
@@ -92,11 +36,14 @@ def test_fake_engine_joins_a_run_on_a_recorded_gpu_and_nothing_is_left(start):
 
 def test_fake_engine_summons_the_sidecar_to_its_recorded_gpu(start):
     run = start("auto", 2)
-    assert not (run.run_dir / "fake.log").exists()
-    assert run.sidecar_pid == 0
+    assert run.status().state is State.WAITING
+    assert "told to go on" not in (run.run_dir / "fake.log").read_text()
+    assert not (mps_folder(run.record.run_id).path / "placement.json").exists()
     found = join(run, UUIDS[1])
     assert found["env"]
-    assert (run.run_dir / "fake.log").exists()
+    assert "told to go on" in (run.run_dir / "fake.log").read_text()
+    assert re.search(r"summoned by pid \d+: READY after \d\.\d s", supervisor_log(run))
+    assert run.status().pid == run.sidecar_pid
     placement = json.loads((mps_folder(run.record.run_id).path / "placement.json").read_text())
     assert placement["gpu_uuid"] == UUIDS[1]
     assert join(run, UUIDS[0])["used"] == 0.95
@@ -106,12 +53,22 @@ def test_fake_engine_summons_the_sidecar_to_its_recorded_gpu(start):
 
 def test_run_that_waits_for_an_engine_can_be_ended(start):
     run = start("auto", 2)
+    begin = time.monotonic()
     run.stop()
+    assert time.monotonic() - begin < 2
+    assert run.status().state is State.STOPPED
     nothing_is_left(run.record.run_id)
 
 
+def test_task_that_cannot_be_made_is_told_at_up_before_there_is_an_engine(start):
+    with pytest.raises(RunError, match="the task does not import") as caught:
+        start("auto", 2, "task-error")
+    assert caught.value.todo == "install it"
+    assert list(mps_folder("x").path.parent.glob("*")) == []
+
+
 def test_fake_engine_starts_alone_when_the_task_has_failed_and_the_daemon_is_gone_with_the_run(start):
-    run = start("auto", 2, "task-error")
+    run = start("auto", 2, "task-error-when-placed")
     found = join(run, UUIDS[0])
     assert found["used"] == 0.95
     assert found["env"] == {}
@@ -130,7 +87,7 @@ def test_task_of_ones_own_goes_on_probation_on_the_recorded_gpu_of_the_run(start
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(support), os.environ["PYTHONPATH"]]))
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/somebody-elses")
     with pytest.raises(MpsTrainerError, match=r"probation is to be on cuda:0, but torch .* sees no CUDA device"):
-        start("cuda:0", 1, task="tried_tasks:Good")
+        start("cuda:0", 1, more='task: "tried_tasks:Good"')
     run_dir = tmp_path / "ckpt" / "lab" / "run.mps-trainer" / "latest"
     assert json.loads((run_dir / "probation.json").read_text())["where"] == "on cuda:0"
     assert not (run_dir / "fake.log").exists()
@@ -139,8 +96,8 @@ def test_task_of_ones_own_goes_on_probation_on_the_recorded_gpu_of_the_run(start
 
 def test_run_whose_recorded_gpus_are_full_tries_on_the_cpu_which_is_no_measure_of_time(start, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent / "support"), os.environ["PYTHONPATH"]]))
-    run = start("auto", 2, task="tried_tasks:Hangs", probation_timeout="8s", memory="139GiB")
-    assert run.sidecar_pid == 0
+    run = start("auto", 2, more='task: "tried_tasks:Hangs", probation_timeout: 8s, memory: 139GiB')
+    assert run.status().state is State.WAITING
     assert "on the CPU, since no idle GPU has 140.0 GiB free" in supervisor_log(run)
     assert "probation was not over after 8 s; the CPU is no measure" in supervisor_log(run)
     run.stop()
@@ -150,7 +107,7 @@ def test_run_whose_recorded_gpus_are_full_tries_on_the_cpu_which_is_no_measure_o
 def test_run_whose_recorded_gpu_is_not_known_yet_takes_an_idle_one_for_probation(start, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent / "support"), os.environ["PYTHONPATH"]]))
     with pytest.raises(MpsTrainerError, match="sees no CUDA device"):
-        start("auto", 2, task="tried_tasks:Good")
+        start("auto", 2, more='task: "tried_tasks:Good"')
     run_dir = tmp_path / "ckpt" / "lab" / "run.mps-trainer" / "latest"
     assert "on cuda:1, which is idle; no engine has named a GPU yet" in (run_dir / "supervisor.log").read_text()
     nothing_is_left(run_dir.resolve().name)

@@ -218,3 +218,20 @@ def test_fake_daemon_engine_that_is_no_client_is_not_proven(share, state, monkey
     (state / "answers.json").write_text(json.dumps({"ps": ps}))
     monkeypatch.setenv("FAKE_MPS_ANSWERS", str(state / "answers.json"))
     assert made.unproven_engines() == []
+
+
+def test_fake_daemon_engine_on_a_gpu_that_cannot_be_had_starts_alone_and_the_next_one_summons(share):
+    made = share("cuda")
+    made.start()
+    with take_gpu(H200.uuid, "eeee5555"):
+        assert "eeee5555" in ask([H200.uuid]).answer.reason
+    made.sidecar_is_ready()
+    assert ask([OTHER.uuid]).answer.join
+
+
+def test_fake_daemon_engine_whose_gpu_is_full_leaves_it_to_others(share):
+    made = share("cuda", gpus=(replace(H200, used=H200.total), OTHER))
+    made.start()
+    assert not ask([H200.uuid]).answer.join
+    assert not made.is_placed
+    take_gpu(H200.uuid, "somebody else").release()

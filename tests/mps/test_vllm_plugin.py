@@ -1,50 +1,18 @@
 """The plugin in a process of its own, with a stand-in for vLLM and a real socket to a supervisor."""
 
+import inspect
 import json
-import os
-import subprocess
 import sys
 
 import pytest
-from mps_helpers import HERE, wait_for
+from mps_helpers import HERE, recorded, start_engine, wait_for
 
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.summons import EngineAnswer, SummonsServer
 from mps_trainer.run import run_paths, try_hold
+from mps_trainer.vllm_plugin import engine
 
 RUN = "abcd1234"
-ENGINE = """
-import json, os, sys
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.engine.async_llm import AsyncLLM
-wished = float(sys.argv[1])
-args = EngineArgs(wished)
-try:
-    engine = AsyncLLM.from_engine_args(args)
-    again = args.create_engine_config()
-    used = engine.vllm_config["gpu_memory_utilization"]
-except ValueError as error:
-    used, again = str(error), None
-child = os.popen(f"{sys.executable} -c 'from vllm.engine.arg_utils import EngineArgs as E; "
-                 f"print(E(0.9).create_engine_config())'").read()
-names = [n for n in os.environ if n.startswith("CUDA_MPS")]
-print(json.dumps({"used": used, "again": again, "env": {n: os.environ[n] for n in names}, "child": child,
-                  "ray": "ray" in sys.modules, "torch": "torch" in sys.modules}))
-"""
-
-
-def start_engine(wished=0.9, **env):
-    path = os.pathsep.join([str(HERE / "fake_vllm"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(wished)],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "GPU-a", "MPS_TRAINER_JOIN_TIMEOUT": "5", **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
 
 
 @pytest.fixture
@@ -122,3 +90,34 @@ def test_fake_engine_starts_even_when_the_plugin_breaks(run, monkeypatch):
     found, said = start_engine(MPS_TRAINER_RUN=RUN, CUDA_VISIBLE_DEVICES="0", MPS_TRAINER_JOIN_TIMEOUT="soon")
     assert found["used"] == 0.9
     assert "the engine starts without the sidecar" in said
+
+
+# Taken from the real packages; scripts/check_vllm_versions.py runs the plugin in them.
+@pytest.mark.parametrize(("version", "facts"), json.loads(recorded("vllm_engine_args.json")).items())
+def test_what_the_plugin_wraps_is_there_in_the_recorded_vllm(version, facts, monkeypatch):
+    assert [list(name) for name in engine._ENGINES] == facts["engines"]
+    monkeypatch.syspath_prepend(str(HERE / "fake_vllm"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    parameters = inspect.signature(original).parameters.values()
+    defaults = [[p.name, None if p.default is p.empty else str(p.default)] for p in parameters]
+    assert defaults == facts["create_engine_config"], f"the stand-in differs from vLLM {version}"
+    told = []
+
+    class Session:
+        def tell(self, event, **fields):
+            told.append((event, fields))
+
+    engine.follow_engine(Session(), 0.5)
+    assert inspect.signature(EngineArgs.create_engine_config) == inspect.signature(original)
+    args = EngineArgs(0.9)
+    assert getattr(args, facts["field"]) == 0.9
+    for arguments in ((), (None,), (None, True)):
+        assert args.create_engine_config(*arguments) == {"gpu_memory_utilization": 0.5}
+    assert args.create_engine_config(usage_context=None, headless=True) == {"gpu_memory_utilization": 0.5}
+    assert set(map(str, told)) == {str(("config", {"wished": 0.9, "utilization": 0.5}))}
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]

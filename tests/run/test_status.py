@@ -16,7 +16,7 @@ GOOD = asdict(Status(run_id="12345678", state=State.READY))
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    status = Status(run_id="12345678", state=State.READY, loss=0.5, resumed_from=3, error="x")
+    status = Status(run_id="12345678", state=State.READY, loss=0.5, resumed_from=3, error="x", ring_registered=False)
     status.save(tmp_path)
     assert Status.load(tmp_path) == status
 
@@ -37,7 +37,7 @@ def test_a_file_that_is_no_status(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     "changed",
     [{"state": "happy"}, {"state": []}, {"colour": 1}, {"restarts": "2"}, {"restarts": None}, {"restarts": True},
-     {"loss": "low"}, {"error": None}, {"run_id": 1}, {"resumed_from": 1.5}],
+     {"loss": "low"}, {"error": None}, {"run_id": 1}, {"resumed_from": 1.5}, {"ring_registered": 1}],
 )  # fmt: skip
 def test_a_wrong_value_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
     (tmp_path / "status.json").write_text(json.dumps({**GOOD, **changed}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ NUM_BATCHES = 6
 
 @pytest.fixture
 def slow_run(make_run: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Run:
-    monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
+    monkeypatch.setenv("PYTHONPATH", str(request.path.parent), prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(request.path.parent))
     task = {"task": "slow_task:SlowClassifier", **SMALL_TASK}
     run: Run = make_run(**task, batch_size=32, steps_per_batch=2, min_experiences=1, checkpoint_every=1000)

@@ -112,8 +112,14 @@ class Child:
         self.said.append(line.decode())
         return line.decode()
 
+    @property
+    def ended(self):
+        """Whether it is dead, by itself or not; it stays a zombie until `wait`."""
+        return self._status is not None or bool(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+
     def kill(self, *, reap=True):
-        os.kill(self.pid, signal.SIGKILL)
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
         if reap:
             self.wait()
 

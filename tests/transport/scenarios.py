@@ -10,7 +10,7 @@ import unittest.mock
 
 import numpy as np
 from channel_peers import COLUMNS, SMALL, Child, assert_same, make_rows
-from step_killer import Stepper
+from step_killer import LINES, Stepper
 
 from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, sweep
 
@@ -52,6 +52,23 @@ def check_usable_and_clean(run_id, hub):
     with unittest.mock.patch.object(sweep, "UNFINISHED_S", 0.0):
         sweep.remove_run(run_id)
     assert all(entry.endswith(".bell") for entry in leftovers(run_id))
+
+
+def check_slots(channel, hub):
+    """A channel that outlived a sidecar lost no slot: each holds a record at once, and a reply to each comes back."""
+    hub.find_new()
+    count = channel.segment.header.settings.num_slots
+    for _ in range(2):
+        for i in range(count):
+            assert send(channel, 2000 + i, want_scores=True).rows_sent == 2, f"slot {i} of {count} is lost"
+        assert channel.backlog() == count
+        for i in range(count):
+            with hub.receive() as delivery:
+                assert delivery.header.request_id == 2000 + i
+                assert delivery.reply(np.full(2, i, np.float32), 1)
+        assert channel.backlog() == 0
+        for i in range(count):
+            assert channel.receive_scores(2000 + i, 1.0).values.tolist() == [i, i]
 
 
 def writer_act(run_id, stepper, report):
@@ -106,6 +123,7 @@ def reader_check(channel, run_id, said):
         first = len(acknowledged) + 1
         assert seen in (list(range(first, 4)), list(range(first + 1, 4)))
         assert channel.backlog() == 0
+        check_slots(channel, hub)
         for request_id in acknowledged:
             scores = channel.receive_scores(request_id, 1.0)
             assert scores.values.tolist() == [request_id, request_id]
@@ -139,15 +157,17 @@ def both_check(run_id, said):
         check_usable_and_clean(run_id, hub)
 
 
-def run_until(act, run_id, stop_at, said, *, opcodes=False, repeats=1):
-    """Run `act` in a child until step `stop_at`; True when it was killed there."""
+def run_until(act, run_id, stop_at, said, *, steps=LINES, repeats=1, meanwhile=None):
+    """Run `act` in a child until step `stop_at`, and `meanwhile(child)` here; True when it was killed there."""
 
     def body(report):
-        stepper = Stepper(stop_at, opcodes=opcodes, repeats=repeats)
+        stepper = Stepper(stop_at, steps=steps, repeats=repeats)
         act(run_id, stepper, report)
         report(f"steps {stepper.count}")
 
     child = Child(body)
+    if meanwhile is not None:
+        meanwhile(child)
     status = child.wait()
     said += child.said
     assert status in (0, -9), said

@@ -11,8 +11,7 @@ from channel_peers import COLUMNS, SMALL, Child, forever, pair
 from scenarios import drain, send
 
 from mps_trainer.errors import TransportError
-from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, sweep, sweep_stale
-from mps_trainer.transport import channel as channel_module
+from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers, standing, sweep, sweep_stale
 from mps_trainer.transport.names import segment_name
 from mps_trainer.transport.segment import Segment
 from mps_trainer.transport.semaphores import remove_semaphore
@@ -223,7 +222,7 @@ def test_a_segment_removed_under_its_operator_is_an_error_with_the_advice(run_id
 
 def test_a_segment_removed_under_both_sides_goes_on_with_a_warning(run_id, monkeypatch):
     said = []
-    monkeypatch.setattr(channel_module.log, "warning", lambda *args: said.append(str(args)))
+    monkeypatch.setattr(standing.log, "warning", lambda *args: said.append(str(args)))
     with pair(run_id) as (channel, hub):
         unlink_channel(channel)
         for i in (1, 2):

@@ -1,4 +1,4 @@
-"""Short runs of the scripts that kill, fuzz and soak the transport."""
+"""Short runs of the scripts that kill, fuzz, soak and measure the transport."""
 
 import subprocess
 import sys
@@ -15,7 +15,11 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
     [
         (["kill_transport.py", "random", "--trials", "60"], "60 trials"),
         (["fuzz_transport.py", "--cases", "10000", "--seed", "7"], "10000 cases"),
-        (["soak_transport.py", "--minutes", "0.1", "--kill-every", "0.4"], "flat"),
+        (["kill_transport.py", "steps", "--acting", "--stride", "90", "--order", "locks"], "acting opcodes"),
+        (["kill_transport.py", "pairs", "--stride", "60", "--partners", "1", "--order", "locks"], "inside the writer"),
+        (["kill_transport.py", "pressure", "--trials", "2"], "block: 2 trials"),
+        (["soak_transport.py", "--minutes", "0.33", "--kill-every", "0.6"], "flat"),
+        (["bench_transport.py", "--quick", "--only", "ring", "--pin", "auto"], "idle reader"),
     ],
 )
 def test_a_short_run_finds_nothing(arguments, says, tmp_path):

@@ -8,11 +8,11 @@ in which such products were right under every share. About a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from mps_trainer.errors import PlacementError
@@ -78,22 +78,6 @@ def check_numerics(device: torch.device, seed: int = 0) -> NumericsReport:
                 report.wrong.append(f"{name}: {found}")
     report.seconds = time.perf_counter() - started
     return report
-
-
-def check_step(name: str, step: Callable[[torch.device], Tensor], device: torch.device, tolerance: float = 1e-2) -> str:
-    """Compare a task's own step on the GPU with the same step on the CPU in float32.
-
-    Args:
-        name: for the message.
-        step: makes the model and the batch on the device that it gets and returns one flat tensor, such as the loss
-            followed by the gradients. Called twice, under the same seed.
-        tolerance: of the norm of the difference, relative to the norm.
-
-    Returns:
-        What is wrong; "" when nothing is.
-    """
-    found = _disagreement(step(device).float(), step(torch.device("cpu")).float().to(device), tolerance)
-    return f"{name}: {found}" if found else ""
 
 
 def _cases(device: torch.device, generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -166,10 +150,3 @@ def _disagreement(result: Tensor, reference: Tensor, tolerance: float = _TOLERAN
 
 def _short(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-
-
-def flat_step(model: nn.Module, loss: Tensor) -> Tensor:
-    """(1 + P,) float32: the loss and every gradient, for `check_step`. Runs the backward pass."""
-    loss.backward()  # type: ignore[no-untyped-call]
-    gradients = [p.grad.flatten().float() for p in model.parameters() if p.grad is not None]
-    return torch.cat([loss.detach().flatten().float(), *gradients])

@@ -41,12 +41,17 @@ class Proof:
 class SharedGpu:
     """The one GPU that this process sees, as a client of the run's MPS daemon."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, lap: Callable[[str], object] = lambda _: None) -> None:
         """Set the environment and make the CUDA context; nothing in this process may have used CUDA before.
+
+        Args:
+            run_id: whose placement it is.
+            lap: called with the name of each part that is done.
 
         Raises:
             PlacementError: CUDA runs already, or this is not the GPU or not the server that the plan says.
         """
+        self._lap = lap
         self._folder = mps_folder(run_id)
         self.placement = GpuPlacement.load(self._folder)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -76,8 +81,10 @@ class SharedGpu:
                 f"process {os.getpid()} is no client of the MPS daemon in {self._folder.pipe_dir}",
                 "daemon and sidecar must be of one user and one container; `mps-trainer doctor` looks at both",
             )
+        lap("context")
         self._numerics = check_numerics(self.device)
         self._numerics.require_right(self.placement.share_percent)
+        lap("numerics")
         self.reservation: Reservation | None = None
 
     def secure(self, worst_step: Callable[[], None]) -> Proof:
@@ -95,6 +102,7 @@ class SharedGpu:
         peak = torch.cuda.max_memory_reserved(self.device)
         if peak > self.placement.pool:
             raise self._too_small(peak)
+        self._lap("dry step")
         self.reservation = Reservation.take(self.device, self.placement.pool, self.placement.limit)
         started = time.perf_counter()
         try:
@@ -104,6 +112,7 @@ class SharedGpu:
                 raise self._too_small(peak + self.placement.pool // 4) from error
             raise
         torch.cuda.synchronize(self.device)
+        self._lap("reservation")
         step_ms = 1e3 * (time.perf_counter() - started)
         self.reservation.check_constant(self.device)
         report = self.reservation.report

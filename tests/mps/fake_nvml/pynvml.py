@@ -1,9 +1,12 @@
 """Stands in for NVML where there is no driver: values recorded on a machine with H200s, driver 580.
 
-FAKE_NVML_GPUS says how many; the second one is the first with another UUID.
+FAKE_NVML_GPUS says how many; the second one is the first with another UUID. FAKE_NVML_PROCESSES names a JSON
+file with the PIDs on them: {"GPU-...": [1, 2]}.
 """
 
+import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 NVML_DEVICE_MIG_ENABLE = 1
@@ -58,8 +61,14 @@ def nvmlDeviceGetMigMode(handle):
     return [0, 0]
 
 
+def nvmlDeviceGetHandleByUUID(uuid):
+    return UUIDS.index(uuid)
+
+
 def nvmlDeviceGetComputeRunningProcesses(handle):
-    return []
+    path = Path(os.environ.get("FAKE_NVML_PROCESSES", "/none"))
+    pids = json.loads(path.read_text()).get(UUIDS[handle], []) if path.exists() else []
+    return [SimpleNamespace(pid=pid, usedGpuMemory=2**30) for pid in pids]
 
 
 def nvmlDeviceGetMPSComputeRunningProcesses(handle):

@@ -1,0 +1,79 @@
+"""What the supervisor sleeps on: signals, one pipe, a nudge from another thread, its owner's lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mps_trainer.run import is_held
+
+_CHECK_S = 0.5
+
+
+class Wakeups:
+    """Sleeps without missing a signal, and remembers that the run shall end.
+
+    Args:
+        owner_lock: whose drop ends the run; "" when nobody owns it.
+        look: called after each sleep, twice a second at least.
+
+    Attributes:
+        asked_to_end: why the run shall end, a sentence; "" while it shall not.
+    """
+
+    def __init__(self, owner_lock: str, look: Callable[[], object]) -> None:
+        self.asked_to_end = ""
+        self._owner_lock = Path(owner_lock) if owner_lock else None
+        self._look = look
+        self._selector = selectors.DefaultSelector()
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        os.set_blocking(self._writing, False)
+        self._selector.register(self._reading, selectors.EVENT_READ)
+        signal.set_wakeup_fd(self._writing)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note_signal)
+        # A handler is needed for the wake-up; the death itself is read from the child.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def wake(self) -> None:
+        """End a sleep from another thread."""
+        # A full pipe wakes as well as one byte more.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writing, b"\0")
+
+    def ask_to_end(self, why: str) -> None:
+        """The run shall end; the first reason stays."""
+        self.asked_to_end = self.asked_to_end or why
+
+    def sleep(self, timeout_s: float = _CHECK_S, descriptor: int = -1) -> bool:
+        """Sleep until a signal, a nudge, `descriptor` or the time is up; whether `descriptor` is readable."""
+        if descriptor >= 0:
+            self._selector.register(descriptor, selectors.EVENT_READ)
+        try:
+            ready = [key.fd for key, _ in self._selector.select(min(timeout_s, _CHECK_S))]
+        finally:
+            if descriptor >= 0:
+                self._selector.unregister(descriptor)
+        if self._reading in ready:
+            os.read(self._reading, 4096)
+        if self._owner_lock is not None and not is_held(self._owner_lock):
+            self.ask_to_end("the process that owns the run is gone")
+        self._look()
+        return descriptor in ready
+
+    def pause(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Sleep for `seconds` or until the condition holds; True when the run shall end instead."""
+        end = time.monotonic() + seconds
+        while not self.asked_to_end and (left := end - time.monotonic()) > 0 and not until():
+            self.sleep(left)
+        return bool(self.asked_to_end)
+
+    def _note_signal(self, number: int, _frame: object) -> None:
+        self.ask_to_end(f"asked with {signal.Signals(number).name}")

@@ -1,0 +1,113 @@
+"""Experiences that killed a predecessor: taken out of training, kept, counted and named.
+
+    supervisor: verdicts.json > here: a condemned record is not scored, journaled or taken; a condemned step's
+    experiences leave the replay buffer just before that step > set_aside/<name>.arrow and .json > status, log
+
+A successor that starts from a checkpoint takes the same steps again, so the rows of step n are in its buffer when it
+comes to step n. What is condemned stays so for the whole run: a later life that passes there again does the same, and
+counts nothing twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow as pa
+
+from mps_trainer.columns import PackedBatch, PackedColumn
+from mps_trainer.run.doing import RecordRef, describe_ids
+from mps_trainer.run.verdicts import Verdict, load_verdicts
+from mps_trainer.sidecar.learner import Learner, RecordName
+
+_log = logging.getLogger(__name__)
+
+
+class SetAside:
+    """Obeys the verdicts of a run.
+
+    Attributes:
+        count: experiences set aside over the run so far.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "set_aside"
+        condemned = [verdict for verdict in load_verdicts(run_dir) if verdict.condemned]
+        self._records = {v.subject.record: v for v in condemned if v.subject.record is not None}
+        self._steps = [verdict for verdict in condemned if verdict.subject.record is None]
+        self.count = sum(json.loads(path.read_text())["experiences"] for path in self._folder.glob("*.json"))
+
+    def takes(self, name: RecordName, batch: PackedBatch) -> bool:
+        """Whether this record is condemned; it is kept then, and nothing else may be done with it."""
+        verdict = self._records.get(reference(name))
+        if verdict is None:
+            return False
+        self._keep(f"record-{name.channel.strip('/').replace('/', '_')}-{name.seq}-{name.sent_ns}", verdict, batch)
+        return True
+
+    def before_step(self, learner: Learner) -> None:
+        """Take the experiences that are condemned for the coming step out of the replay buffer."""
+        for verdict in [v for v in self._steps if v.subject.step <= learner.trainer.step]:
+            self._steps.remove(verdict)
+            # A checkpoint beyond that step was saved without them.
+            if verdict.subject.step < learner.trainer.step:
+                continue
+            ids = [eid.encode() for eid in verdict.subject.eids]
+            rows = learner.remove(ids)
+            if rows.num_rows:
+                self._keep(f"step-{verdict.subject.step}-{zlib.crc32(b' '.join(ids)):08x}", verdict, rows)
+
+    def _keep(self, name: str, verdict: Verdict, rows: PackedBatch) -> None:
+        told = self._folder / f"{name}.json"
+        if told.exists():
+            return
+        self._folder.mkdir(exist_ok=True)
+        eids = tuple(rows["eid"].text(i) for i in range(rows.num_rows))
+        self._write(self._folder / f"{name}.arrow", to_arrow(rows))
+        facts = {
+            "experiences": rows.num_rows,
+            "stage": verdict.stage.name.lower(),
+            "step": verdict.subject.step,
+            "record": asdict(verdict.subject.record) if verdict.subject.record else None,
+            "deaths": verdict.deaths,
+            "cause": verdict.cause,
+            "eids": eids,
+        }
+        # Last, because it counts: without it the rows are written again.
+        self._write(told, json.dumps(facts, indent=1).encode())
+        self.count += rows.num_rows
+        _log.error("set aside in %s.arrow: %s; a sidecar ended with %s", name, describe_ids(eids), verdict.cause)
+
+    @staticmethod
+    def _write(path: Path, content: bytes) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(content)
+        temporary.replace(path)
+
+
+def reference(name: RecordName) -> RecordRef:
+    """The record as the supervisor knows it."""
+    return RecordRef(name.channel, name.seq, name.request_id, name.part, name.sent_ns)
+
+
+def to_arrow(rows: PackedBatch) -> bytes:
+    """An Arrow IPC file of the rows, which any reader of Arrow or Feather opens."""
+    arrays = {name: _array(column, rows.num_rows) for name, column in rows.columns.items()}
+    table = pa.table(arrays)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def _array(column: PackedColumn, num_rows: int) -> pa.Array:
+    if column.is_text:
+        return pa.array([column.text(i) for i in range(num_rows)], pa.string())
+    if column.offsets is not None:
+        return pa.array([column.row(i) for i in range(num_rows)], pa.list_(pa.from_numpy_dtype(column.values.dtype)))
+    if column.values.ndim > 1:
+        return pa.array(list(column.values), pa.list_(pa.from_numpy_dtype(column.values.dtype)))
+    return pa.array(column.values)

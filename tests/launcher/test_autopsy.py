@@ -1,0 +1,96 @@
+"""Who is to blame for a sidecar's death: the decision alone."""
+
+from __future__ import annotations
+
+import signal
+import struct
+from pathlib import Path
+
+import pytest
+
+from mps_trainer.launcher.autopsy import Autopsy
+from mps_trainer.run import State, Status, exit_codes
+from mps_trainer.run.doing import DoingFile, RecordRef, Stage
+from mps_trainer.run.verdicts import load_verdicts
+
+RECORD = RecordRef("/c", 7, 3, 0, 99)
+
+
+def die(run_dir: Path, stage: Stage = Stage.SCORING, record: RecordRef | None = RECORD, step: int = 4) -> None:
+    file = DoingFile(run_dir, 8)
+    file.begin(step, record, struct.pack("3i", 0, 1, 2), b"ab")
+    file.stage(stage)
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "condemned"),
+    [
+        (-signal.SIGABRT, {}, True),
+        (-signal.SIGSEGV, {}, True),
+        (exit_codes.GPU_FAULT, {}, True),
+        (7, {}, True),
+        (exit_codes.CRASHED, {"hung": True}, True),
+        (-signal.SIGKILL, {"hung": True}, True),
+        (-signal.SIGKILL, {}, False),
+        (-signal.SIGTERM, {}, False),
+        (exit_codes.CRASHED, {}, False),
+    ],
+)
+def test_the_first_death(tmp_path: Path, code: int, options: dict[str, bool], condemned: bool) -> None:
+    die(tmp_path)
+    told = Autopsy(tmp_path).judge(code, **options)
+    assert "record 7 of request 3 of /c (experiences a, b): set aside" in told
+    [verdict] = load_verdicts(tmp_path)
+    assert (verdict.condemned, verdict.deaths, verdict.subject.record) == (condemned, 1, RECORD)
+    # Nobody is blamed twice for one death.
+    assert Autopsy(tmp_path).judge(code) == ""
+
+
+def test_two_kills_from_outside_over_one_record_are_enough_and_over_two_are_not(tmp_path: Path) -> None:
+    for seq in (1, 2, 1):
+        die(tmp_path, record=RecordRef("/c", seq, 3, 0, 99))
+        Autopsy(tmp_path).judge(-signal.SIGKILL)
+    assert [(v.subject.record.seq, v.deaths, v.condemned) for v in load_verdicts(tmp_path)] == [
+        (1, 2, True),
+        (2, 1, False),
+    ]
+
+
+def test_a_step_is_known_by_its_number_and_its_experiences(tmp_path: Path) -> None:
+    for step in (4, 5, 4):
+        die(tmp_path, Stage.TRAINING, None, step)
+        Autopsy(tmp_path).judge(-signal.SIGKILL)
+    assert [(v.subject.step, v.condemned) for v in load_verdicts(tmp_path)] == [(4, True), (5, False)]
+
+
+@pytest.mark.parametrize("stage", [Stage.WAITING, Stage.SAVING])
+def test_no_experience_is_blamed_for_what_happens_without_any(tmp_path: Path, stage: Stage) -> None:
+    die(tmp_path, stage)
+    assert Autopsy(tmp_path).judge(-signal.SIGSEGV) in ("; it was waiting for records", "; it was saving a checkpoint")
+    assert load_verdicts(tmp_path) == []
+
+
+def test_what_another_process_did_to_the_gpu_is_not_blamed_on_experiences(tmp_path: Path) -> None:
+    die(tmp_path)
+    assert "not to blame" in Autopsy(tmp_path).judge(exit_codes.GPU_FAULT, others_fault=True)
+    assert load_verdicts(tmp_path) == []
+
+
+def test_the_cause_of_a_gpu_fault_is_in_the_sidecars_own_words(tmp_path: Path) -> None:
+    Status(run_id="12345678", state=State.READY, error="loss broke the GPU context").save(tmp_path)
+    die(tmp_path)
+    Autopsy(tmp_path).judge(exit_codes.GPU_FAULT)
+    assert load_verdicts(tmp_path)[0].cause == "loss broke the GPU context"
+
+
+def test_a_task_error_and_a_death_without_a_note_decide_nothing(tmp_path: Path) -> None:
+    assert Autopsy(tmp_path).judge(-signal.SIGSEGV) == ""
+    die(tmp_path)
+    assert Autopsy(tmp_path).judge(exit_codes.TASK_FAILED) == ""
+    assert load_verdicts(tmp_path) == []
+
+
+def test_a_damaged_file_of_verdicts_is_none(tmp_path: Path) -> None:
+    (tmp_path / "verdicts.json").write_text('[{"stage": 9}]')
+    assert load_verdicts(tmp_path) == []

@@ -1,0 +1,184 @@
+"""What is condemned leaves training, is kept and counted once, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from poison_tasks import ASSERT
+from real_sidecar import token_rows
+
+from mps_trainer.columns import PackedBatch, PackedColumn
+from mps_trainer.config import load_settings
+from mps_trainer.errors import GpuFaultError, TaskError
+from mps_trainer.run.doing import Stage, Subject
+from mps_trainer.run.verdicts import Verdict, load_verdicts, save_verdicts
+from mps_trainer.sidecar.gpu.faults import is_gpu_fault
+from mps_trainer.sidecar.learner import Learner, RecordName
+from mps_trainer.sidecar.replay import ReplayBuffer
+from mps_trainer.sidecar.set_aside import SetAside, reference
+from mps_trainer.sidecar.trainer import Trainer
+from mps_trainer.sidecar.worst_case import worst_case_batch
+from mps_trainer.tasks import load_task, wire_columns
+
+TASK = ("preference_classifier", {"max_tokens": 64, "num_buckets": 64, "hidden_size": 32})
+NAME = RecordName("/mpst.x.0", 7, 3, 0, 1, 99)
+
+
+def packed(size: int, first: int = 0) -> PackedBatch:
+    rows, found = token_rows(np.random.default_rng(first), size, first), {}
+    for column in wire_columns(load_task(*TASK)):
+        if column.kind in ("text", "ragged"):
+            is_text = column.kind == "text"
+            parts = [np.frombuffer(row.encode(), np.uint8) if is_text else row for row in rows[column.name]]
+            offsets = np.cumsum([0, *map(len, parts)]).astype(np.int32)
+            found[column.name] = PackedColumn(np.concatenate(parts), offsets, is_text)
+        else:
+            found[column.name] = PackedColumn(np.asarray(rows[column.name], column.dtype))
+    return PackedBatch(found, size)
+
+
+def make_learner(min_experiences: int = 1) -> Learner:
+    settings = load_settings({"batch_size": 8, "steps_per_batch": 2, "min_experiences": min_experiences})
+    task = load_task(*TASK)
+    return Learner(Trainer(task, 8, 0), ReplayBuffer(wire_columns(task), 100, 0), settings)
+
+
+def condemn(run_dir: Path, subject: Subject, stage: Stage = Stage.TRAINING) -> None:
+    save_verdicts(run_dir, [*load_verdicts(run_dir), Verdict(stage, subject, 1, "signal SIGABRT", True)])
+
+
+def test_a_condemned_record_is_kept_with_all_its_columns_and_counted_once(tmp_path: Path) -> None:
+    batch = packed(5)
+    condemn(tmp_path, Subject(4, reference(NAME), ("e0",)), Stage.SCORING)
+    for _ in range(2):
+        aside = SetAside(tmp_path)
+        assert aside.takes(NAME, batch)
+        assert aside.takes(NAME, batch)
+        assert aside.count == 5
+        assert not aside.takes(RecordName("/mpst.x.0", 8, 3, 0, 1, 99), batch)
+    [told] = (tmp_path / "set_aside").glob("*.json")
+    facts = json.loads(told.read_text())
+    assert (facts["stage"], facts["record"]["request_id"], facts["cause"]) == ("scoring", 3, "signal SIGABRT")
+    with pa.OSFile(str(told.with_suffix(".arrow"))) as file:
+        table = pa.ipc.open_file(file).read_all()
+    assert set(table.column_names) == set(batch.columns)
+    assert table.column("eid").to_pylist() == facts["eids"] == [f"e{i}" for i in range(5)]
+    assert table.column("tokens").to_pylist() == [batch["tokens"].row(i).tolist() for i in range(5)]
+
+
+def test_a_death_amid_the_writing_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    condemn(tmp_path, Subject(4, reference(NAME), ("e0",)), Stage.SCORING)
+    write = SetAside._write
+
+    def die(path: Path, content: bytes) -> None:
+        if path.suffix == ".json":
+            raise OSError(28, "no space")
+        write(path, content)
+
+    monkeypatch.setattr(SetAside, "_write", staticmethod(die))
+    with pytest.raises(OSError, match="no space"):
+        SetAside(tmp_path).takes(NAME, packed(5))
+    monkeypatch.undo()
+    again = SetAside(tmp_path)
+    assert again.count == 0
+    assert again.takes(NAME, packed(5))
+    assert again.count == 5
+
+
+def test_a_condemned_steps_experiences_leave_the_buffer_before_that_step_in_every_life(tmp_path: Path) -> None:
+    condemn(tmp_path, Subject(2, None, ("e3", "e9", "gone")))
+    weights = []
+    for _ in range(2):
+        learner, aside = make_learner(), SetAside(tmp_path)
+        steps: list[list[str]] = []
+        learner.on_step = lambda b, steps=steps: steps.append([b["eid"].text(i) for i in range(b.num_rows)])
+        for number in range(2):
+            learner.take(RecordName("/c", number, number, 0, 1, number), packed(10, 10 * number))
+            while learner.steps_due:
+                aside.before_step(learner)
+                learner.train_step()
+        assert len(learner.replay) == 18
+        assert not {"e3", "e9"} & {eid for step in steps[2:] for eid in step}
+        # They are known, so a second delivery does not bring them back.
+        learner.take(RecordName("/c", 9, 9, 0, 1, 9), packed(10))
+        assert len(learner.replay) == 18
+        weights.append(torch.cat([p.detach().flatten() for p in learner.trainer.model.parameters()]))
+        assert aside.count == 2
+    assert torch.equal(*weights)
+    assert len(list((tmp_path / "set_aside").glob("*.json"))) == 1
+
+
+def test_a_step_without_enough_experiences_left_is_not_taken(tmp_path: Path) -> None:
+    condemn(tmp_path, Subject(0, None, tuple(f"e{i}" for i in range(10))))
+    learner, aside = make_learner(min_experiences=4), SetAside(tmp_path)
+    learner.take(NAME, packed(10))
+    assert learner.steps_due == 2
+    aside.before_step(learner)
+    assert (learner.steps_due, len(learner.replay), aside.count) == (0, 0, 10)
+
+
+def test_what_is_not_condemned_and_what_lies_before_the_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    save_verdicts(tmp_path, [Verdict(Stage.TRAINING, Subject(2, None, ("e3",)), 1, "signal SIGKILL", False)])
+    condemn(tmp_path, Subject(1, None, ("e4",)))
+    learner, aside = make_learner(), SetAside(tmp_path)
+    learner.trainer.step = 2
+    learner.take(NAME, packed(10))
+    aside.before_step(learner)
+    assert (len(learner.replay), aside.count) == (10, 0)
+
+
+def test_removing_rows_keeps_the_order_of_the_others() -> None:
+    replay = ReplayBuffer(wire_columns(load_task(*TASK)), 12, 0)
+    replay.add(packed(10))
+    replay.add(packed(10, 10))  # the ring has wrapped: e8 to e19 are held
+    removed = replay.remove([b"e8", b"e13", b"e0"])
+    assert [removed["eid"].text(i) for i in range(2)] == ["e8", "e13"]
+    rows = replay.state()[0]
+    assert rows["eid.values"].tobytes().decode() == "".join(f"e{i}" for i in range(9, 20) if i != 13)
+    assert replay.add(packed(10, 20)) == 10
+    assert len(replay) == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "dead"),
+    [
+        (ASSERT, True),
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: invalid argument", False),
+        ("device-side assert is what my model is called", False),
+        ("the size of tensor a (3) must match", False),
+    ],
+)
+def test_a_dead_context_is_known_by_the_drivers_words(text: str, dead: bool) -> None:
+    assert is_gpu_fault(RuntimeError(text)) is dead
+    wrapped = KeyError("in the task")
+    wrapped.__context__ = RuntimeError(text)
+    assert is_gpu_fault(wrapped) is dead
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_unclear_error_asks_the_device_with_a_mocked_driver(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    def synchronize(device: torch.device) -> None:
+        if not answers:
+            raise RuntimeError(ASSERT)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm")
+    assert is_gpu_fault(error, torch.device("cuda:0")) is not answers
+    assert is_gpu_fault(error, torch.device("cpu")) is False
+
+
+def test_a_fault_of_the_gpu_is_no_fault_of_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = load_task(*TASK)
+    trainer = Trainer(task, 8, 0)
+    batch = worst_case_batch(wire_columns(task), 8)
+    for error, expected in ((RuntimeError(ASSERT), GpuFaultError), (RuntimeError("a bug"), TaskError)):
+        monkeypatch.setattr(task, "loss", lambda *_, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(expected, match="made-up"):
+            trainer.train_step(batch)
