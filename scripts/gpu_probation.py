@@ -156,7 +156,7 @@ def main() -> int:
         try:
             env = sidecar_env(daemon.folder.pipe_dir, uuid, 8 * GIB)
             counter = Counter(folder / "victim")
-            victim = parent.start("gpu_fault_drill:victim", str(counter.path), env=env)
+            victim = parent.start("gpu_drill_victim:victim", str(counter.path), env=env)
             if not counter.wait_for(5, 60, victim):
                 raise RuntimeError(f"no victim: {victim.result_path.read_text()}\n{daemon.log_tail('server')}")
             watch = Watch(daemon)
