@@ -23,6 +23,7 @@ from mps_trainer.sidecar.checkpoint import Checkpoint, load_newest, save_checkpo
 from mps_trainer.sidecar.gpu.ring_memory import RingMemory, ring_for
 from mps_trainer.sidecar.gpu.shared import SharedGpu
 from mps_trainer.sidecar.gpu.staging import staging_for
+from mps_trainer.sidecar.gpu.task_numerics import check_task_step
 from mps_trainer.sidecar.gpu.untouched import untouched_gpu
 from mps_trainer.sidecar.journal import Journal
 from mps_trainer.sidecar.learner import Learner
@@ -137,6 +138,9 @@ def build_learning(
     begin = time.monotonic()
     if shared is not None:
         seconds = shared.secure(lambda: trainer.dry_step(prepared.worst)).step_ms / 1e3
+        compared = check_task_step(trainer, prepared.worst, shared.placement.share_percent)
+        _log.info("the task's own step against float32: %s", compared)
+        phases.lap("task numerics")
     else:
         trainer.dry_step(prepared.worst)
         seconds = time.monotonic() - begin

@@ -18,7 +18,7 @@ class MockedGpu:
     device = torch.device("cpu")
 
     def __init__(self, run_id: str, lap: Callable[[str], object]) -> None:
-        GpuPlacement.load(mps_folder(run_id))
+        self.placement = GpuPlacement.load(mps_folder(run_id))
         self._lap = lap
         lap("context")
 
