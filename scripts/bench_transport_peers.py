@@ -104,8 +104,12 @@ class LinkPeer:
         self.reader.receive()
         self.reader.done()
 
-    def close(self):
-        self.control.send(("stop", 0))
+    def close(self, *, cut=False):
+        """`cut`: in the middle of a round, where the consumer waits for messages that will not come."""
+        if cut:
+            self.process.terminate()
+        else:
+            self.control.send(("stop", 0))
         self.process.join(20)
         if self.reader is not None:
             self.reader.close()
@@ -137,5 +141,5 @@ class ServicePeer:
             trips.append(time.perf_counter_ns() - start)
         return late, trips
 
-    def close(self):
+    def close(self, *, cut=False):
         self.service.close()

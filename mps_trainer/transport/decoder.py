@@ -19,8 +19,6 @@ from mps_trainer.transport.arrow import MAX_ELEMENTS, NUM_ROWS, BatchLayout, Byt
 from mps_trainer.transport.small import MAX_KNOWN, MAX_ROWS
 
 _UINT8, _INT32 = np.dtype(np.uint8), np.dtype(np.int32)
-#: A frozen dataclass sets every field by a call of its own, which for a small batch costs as much as all checks.
-_blank = object.__new__
 
 
 class _Plan(NamedTuple):
@@ -66,11 +64,8 @@ class Decoder:
             if span.offsets_at >= 0:
                 offsets = raw[span.offsets_at : span.offsets_at + 4 * (num_rows + 1)].view(_INT32)
                 _check_offsets(plan, offsets, span.num_elements)
-            columns[plan.name] = column = _blank(PackedColumn)
-            column.__dict__.update(values=values, offsets=offsets, is_text=plan.is_text)
-        batch = _blank(PackedBatch)
-        batch.__dict__.update(columns=columns, num_rows=num_rows)
-        return batch
+            columns[plan.name] = PackedColumn(values, offsets, plan.is_text)
+        return PackedBatch(columns, num_rows)
 
     def _checked_metadata(self, raw: Bytes) -> tuple[int, Message]:
         """(rows, message) of a batch whose metadata is exactly what its columns make. Raises CorruptRecordError."""
