@@ -11,11 +11,11 @@ RAY, FASTAPI, UNIX = "ray put/get", "fastapi", "unix socket"
 CODEC = "ours, straight into the slot, to packed columns"
 HOW_TO_READ = (
     '* "ring" is the product, `OperatorChannel.send` to `SidecarHub.receive` and release, with the codec: rows are',
-    "  checked, encoded as Arrow, decoded and checked again, leased and counted. A small message is one row of one ragged",
-    "  column; the round trip is that of scores. That is what a user's experience pays.",
+    "  checked, encoded as Arrow, decoded and checked again, leased and counted. A small message is one row of one",
+    "  ragged column; the round trip is that of scores. That is what a user's experience pays.",
     '* "ring (bare link, no API)" is the transport alone, for raw bytes: the ring\'s own writer and reader, record',
-    "  header with CRC, thread locks, semaphores, and the look at whether the channel still stands. It has no codec, leases",
-    "  or counters. All other rows carry raw bytes too, so this is the row to compare them with.",
+    "  header with CRC, thread locks, semaphores, and the look at whether the channel still stands. It has no codec,",
+    "  leases or counters. All other rows carry raw bytes too, so this is the row to compare them with.",
     "* End to end, where the codec is the same for everybody, a Unix socket is not far behind: most of the time is",
     "  encoding, decoding and reading.",
 )
