@@ -58,9 +58,13 @@ class LinkPeer:
         context = multiprocessing.get_context("spawn")
         args = (name, address, self.reply_address, PINS[1], theirs)
         self.process = context.Process(target=consume, args=args, daemon=True)
-        self.process.start()
-        self._hear()
         self.reader = None
+        self.process.start()
+        try:
+            self._hear()
+        except BaseException:
+            self.close(cut=True)
+            raise
 
     def _hear(self):
         if not self.control.poll(120):
