@@ -26,6 +26,8 @@ WHICH_ROW = (
     "with its own verdict. All other targets are judged on the product with its codec, the stricter row or the only",
     "one; where the bare link was measured too it stands beside.",
 )
+#: What stands behind this line of a page is by hand, and is kept when the page is written again.
+KEPT = "<!-- kept -->\n"
 SHORT = {OURS: "ring, with the codec", BARE: "bare link, raw bytes"}
 
 
@@ -151,6 +153,9 @@ def report(results, where):
     """Write WHERE.md and WHERE.json; sections that were not measured are left out."""
     lines = ["# Transport benchmark", "", f"`{results['command']}`, {results['machine']}, {results['seconds']} s."]
     lines += ["Medians over rounds (min..max). See the script for what each column means.", ""]
+    if results["load"]:
+        loads = [load for pair in results["load"].values() for load in pair]
+        lines += [f"Load average at the ends of the sections: {min(loads):.1f} to {max(loads):.1f}.", ""]
     if results["cut"]:
         lines += [f"This run was cut; not measured, or not wholly: {', '.join(results['cut'])}.", ""]
     lines += [*HOW_TO_READ, "", "## Targets", "", *WHICH_ROW, "", *target_lines(results["verdicts"]), ""]
@@ -177,7 +182,9 @@ def report(results, where):
         for name, (encode, decode, size) in results["codecs"].items():
             lines.append(f"| {name} | {spread(encode, 1e3)} | {spread(decode, 1e3)} | {size / 1e6:.2f} |")
     where.parent.mkdir(parents=True, exist_ok=True)
-    where.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n")
+    page = where.with_suffix(".md")
+    kept = page.read_text().partition(KEPT)[2] if page.exists() else ""
+    page.write_text("\n".join(lines).rstrip() + (f"\n\n{KEPT}{kept}" if kept else "\n"))
     write_json(results, where.with_suffix(".json"))
 
 
