@@ -23,8 +23,8 @@ WHICH_ROW = (
     "Which row a target is judged on: the 1 KiB targets (latency, rate, and how much under Ray and FastAPI) are the",
     "transport's. They were set for raw bytes over a ring, without a codec, and every peer sends raw bytes; so they",
     "are judged on the bare link, the codec held constant (none). Beside it stands what the API takes with the codec,",
-    "with its own verdict. All other targets are judged, as before, on the product with its codec, also where the other",
-    "row is better; where the bare link was measured too it stands beside.",
+    "with its own verdict. All other targets are judged, as before, on the product with its codec, also where the",
+    "other row is better; where the bare link was measured too it stands beside.",
 )
 #: What stands behind this line of a page is by hand, and is kept when the page is written again.
 KEPT = "<!-- kept -->\n"
