@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from bench_transport_e2e import COLUMNS, TENSORS, encode_into, make_experiences, rows_of
+from bench_transport_machine import spent
 
 from mps_trainer.transport import Codec
 
@@ -74,6 +75,8 @@ def measure_codecs(rounds):
     cases.update(_message_packs())
     rows = {}
     for name, (encode, decode, slower) in cases.items():
+        if spent():
+            break
         encodes, decodes, size = [], [], 0
         for i in range(max(3, rounds // slower) if slower == 1 else 2):
             start = time.perf_counter()

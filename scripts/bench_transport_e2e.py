@@ -12,7 +12,7 @@ import time
 import numpy as np
 import torch
 from bench_transport_links import LINKS, new_address
-from bench_transport_machine import DEPTH, PINS, cpu_s, pin, writer_on_its_core
+from bench_transport_machine import DEPTH, PINS, cpu_s, pin, spent, writer_on_its_core
 from bench_transport_services import SERVICES
 
 from mps_trainer.columns import Column
@@ -224,6 +224,8 @@ def measure_end_to_end(cases, rounds, n):
     expected = sum(expected_total(batches[i % 4]) for i in range(n))
     rows = {}
     for name, case in cases.items():
+        if spent():
+            break
         try:
             with writer_on_its_core(name in LINKS):
                 samples = list(case(batches, rounds + 1, n))[1:]

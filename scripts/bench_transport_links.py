@@ -181,6 +181,8 @@ class PipeIn:
 class QueueOut:
     def __init__(self, address, nbytes, depth):
         self.queue = address
+        # A run that is cut leaves arrays that nobody takes; its end would wait for them without a limit.
+        self.queue.cancel_join_thread()
 
     def send(self, array):
         self.queue.put(array)

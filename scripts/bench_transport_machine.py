@@ -13,8 +13,15 @@ import numpy as np
 
 #: Messages under way.
 DEPTH = 4
+#: When to begin nothing more, monotonic seconds: the run's budget.
+BUDGET = [float("inf")]
 #: Cores of writer and reader, None where the scheduler chooses.
 PINS = [None, None]
+
+
+def spent():
+    """Whether the run's budget is spent: rounds under way end, peers and sections that wait are left out."""
+    return time.monotonic() >= BUDGET[0]
 
 
 def checksum(array):

@@ -58,9 +58,13 @@ class LinkPeer:
         context = multiprocessing.get_context("spawn")
         args = (name, address, self.reply_address, PINS[1], theirs)
         self.process = context.Process(target=consume, args=args, daemon=True)
-        self.process.start()
-        self._hear()
         self.reader = None
+        self.process.start()
+        try:
+            self._hear()
+        except BaseException:
+            self.close(cut=True)
+            raise
 
     def _hear(self):
         if not self.control.poll(120):
@@ -104,8 +108,12 @@ class LinkPeer:
         self.reader.receive()
         self.reader.done()
 
-    def close(self):
-        self.control.send(("stop", 0))
+    def close(self, *, cut=False):
+        """`cut`: in the middle of a round, where the consumer waits for messages that will not come."""
+        if cut:
+            self.process.terminate()
+        else:
+            self.control.send(("stop", 0))
         self.process.join(20)
         if self.reader is not None:
             self.reader.close()
@@ -137,5 +145,5 @@ class ServicePeer:
             trips.append(time.perf_counter_ns() - start)
         return late, trips
 
-    def close(self):
+    def close(self, *, cut=False):
         self.service.close()

@@ -49,6 +49,8 @@ class Ring:
     ) -> None:  # fmt: skip
         self.num_slots = num_slots
         self.capacity = slot_bytes - RECORD_HEADER_BYTES
+        #: Whether reading all state words costs more than a look at those where the next record is likely to be.
+        self.many = num_slots > 8
         self.words = segment.words(states, num_slots)
         self._offsets = [first_slot + slot * stride for slot in range(num_slots)]
         self.evicts = evicts
@@ -59,13 +61,19 @@ class Ring:
         """Where slot `slot` begins in the segment: its record header, then its payload."""
         return self._offsets[slot]
 
-    def oldest_ready(self, below: int = 2**62, likely: int = 0) -> tuple[int, int] | None:
+    def oldest_ready(self, below: int = 2**62, likely: int = 0, beside: int = 0) -> tuple[int, int] | None:
         """(slot, seq) of the READY record with the lowest seq under `below`. Without the mutex only a hint.
 
-        `likely` is the seq after the last one that was read: nothing older can be READY, so it is looked for first.
+        `likely` is the seq after the last one that was read: nothing older can be READY, so it is looked for first, in
+        slot `beside`, the lowest slot and then all of them.
         """
+        word = likely << 2 | READY
+        if self.words[beside] == word:
+            return beside, likely
+        if self.words[0] == word:
+            return 0, likely
         words = self.words.tolist()
-        if (word := likely << 2 | READY) in words:
+        if word in words:
             return words.index(word), likely
         if not any(words):
             return None
@@ -80,7 +88,8 @@ class Ring:
 
         Raises TransportError when the segment is closed, or in a forked child: a second writer would ruin the ring.
         """
-        self._locks.check_open()
+        if self._locks.fd < 0:
+            self._locks.check_open()
         return locks.TOTAL_STORE_ORDER or self.mutex.acquire()
 
     def leave_order(self) -> None:
@@ -116,14 +125,22 @@ class RingWriter:
 
     def commit(self, slot: int, seq: int) -> bool:
         """Make the slot READY; its header and payload are complete. False when the reader is stuck in the mutex."""
-        if not self.ring.enter_order():
+        ring = self.ring
+        if not ring.enter_order():
             return False
         try:
-            self.ring.words[slot] = seq << 2 | READY
-            # A slot seen FREE stays FREE, as only we change that: the next reserve need not look.
-            self._find_free()
+            words = ring.words
+            words[slot] = seq << 2 | READY
+            # A slot seen FREE stays FREE, as only we change that: the next reserve need not look. Two likely slots
+            # before all of them: the lowest, and where many small records wait for a slow reader, the next one.
+            if words[0] == FREE:
+                self.known_free = 0
+            elif ring.many and slot + 1 < ring.num_slots and words[slot + 1] == FREE:
+                self.known_free = slot + 1
+            else:
+                self._find_free()
         finally:
-            self.ring.leave_order()
+            ring.leave_order()
         self.next_seq = seq + 1
         return True
 
@@ -153,15 +170,18 @@ class RingReader:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self._likely = 0
+        # The slot beside the last one that was read, where a writer that is ahead has put the record `_likely`.
+        self._beside = 0
+        # Releases since the last WAKE, for the whole ring; a count that two threads spoil wakes a little early or late.
+        self._quiet = 0
 
     def peek(self) -> tuple[int, int] | None:
         """(slot, seq) of the oldest READY record as a hint, or None."""
-        return self.ring.oldest_ready(likely=self._likely)
+        return self.ring.oldest_ready(likely=self._likely, beside=self._beside)
 
     def ready(self) -> bool:
         """Whether a record is READY, as a hint."""
-        words = self.ring.words.tolist()
-        return (self._likely << 2 | READY) in words or (any(words) and self.peek() is not None)
+        return self.peek() is not None
 
     def claim(self) -> tuple[int, int] | None:
         """Take the oldest READY record: (slot, seq). None when there is none or the writer is stuck in the mutex."""
@@ -169,15 +189,17 @@ class RingReader:
         if not (ring.mutex.acquire() if ring.evicts else ring.enter_order()):
             return None
         try:
-            found = ring.oldest_ready(likely=self._likely)
+            found = ring.oldest_ready(likely=self._likely, beside=self._beside)
             if found is not None and found[1] != self._likely:
                 # A scan is no snapshot: it may have passed a slot just before an older record was committed there. What
                 # is older than a record that we have seen is committed by now, and nobody can evict it from under us,
                 # so that a second scan finds the oldest.
                 found = ring.oldest_ready(likely=self._likely)
             if found is not None:
-                ring.words[found[0]] = found[1] << 2 | READING
-                self._likely = found[1] + 1
+                slot, seq = found
+                ring.words[slot] = seq << 2 | READING
+                self._likely = seq + 1
+                self._beside = slot + 1 if slot + 1 < ring.num_slots else 0
         finally:
             if ring.evicts:
                 ring.mutex.release()
@@ -196,12 +218,19 @@ class RingReader:
             return Released.STUCK
         try:
             ring.words[slot] = FREE
-            words = ring.words.tolist()
+            if ring.words[self._beside] == self._likely << 2 | READY:
+                # The reader goes on with that record: every quarter of the ring is soon enough.
+                self._quiet += 4
+                wake = self._quiet >= ring.num_slots
+            else:
+                words = ring.words.tolist()
+                wake = 4 * words.count(FREE) >= ring.num_slots or (self._likely << 2 | READY) not in words
         finally:
             ring.leave_order()
-        if 4 * words.count(FREE) >= ring.num_slots or (self._likely << 2 | READY) not in words:
-            return Released.WAKE
-        return Released.QUIETLY
+        if not wake:
+            return Released.QUIETLY
+        self._quiet = 0
+        return Released.WAKE
 
     def recover(self) -> int:
         """Turn what a dead reader left READING back to READY, and words that mean nothing to FREE. Returns how many.

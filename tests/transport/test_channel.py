@@ -560,6 +560,9 @@ def test_a_claim_takes_the_oldest_record_even_if_it_was_committed_during_the_sca
             commit()
             return [first, *self.words.tolist()[1:]]
 
+        def __getitem__(self, slot):
+            return self.words[slot]
+
         def __setitem__(self, slot, word):
             self.words[slot] = word
 
