@@ -34,7 +34,7 @@ def new_task(
 
     task, test, title = new_task(name, folder)
     show.line(f"wrote {task}   the task: change what stands behind CHANGE")
-    show.line(f"wrote {test}   its test: pytest {test}")
+    show.line(f"wrote {test}   its test: python -m pytest {test}")
     show.line()
     show.line("Into the args of mps_trainer.operator.AuxTrainer in your Trinity YAML:")
     show.line(f'  task: "{name}:{title}"')

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mps_trainer.config import Settings, format_size
 from mps_trainer.errors import ConfigError, PlacementError
+from mps_trainer.launcher.advice import advise
 from mps_trainer.launcher.gpu import Gpu
 from mps_trainer.launcher.gpu_share import DEFAULT_POOL
 from mps_trainer.launcher.machine import Machine
@@ -79,7 +80,7 @@ def make_plan(config: TrinityConfig, machine: Machine) -> Plan:
     shm = settings.ring_slots * settings.ring_slot + CHANNEL_OVERHEAD
     _check_shm(settings, shm, machine)
     why_shm = f"shared memory: {format_size(shm)} for each operator, {format_size(machine.shm_free)} free in /dev/shm"
-    reasons = tuple(line for line in (why_device, why_mps, why_join, why_memory, why_shm) if line)
+    reasons = (*(line for line in (why_device, why_mps, why_join, why_memory, why_shm) if line), *advise(config))
     return Plan(device, mps, memory, shm, len(machine.gpu.gpus), reasons, utilization)
 
 

@@ -39,6 +39,8 @@ class TrinityConfig:
         has_cluster_shape: whether `cluster.node_num` or `cluster.gpu_per_node` is written in the file.
         total_steps: `buffer.total_steps`; None when the file leaves it open.
         trainer_steps: `trainer.total_steps`; None when the file leaves it open.
+        batch_size, repeat_times, train_batch_size: tasks of a step, runs of a task (`algorithm.repeat_times`), and the
+            experiences that the trainer waits for; None when the file leaves them open.
     """
 
     path: Path
@@ -57,6 +59,9 @@ class TrinityConfig:
     trainer_steps: int | None
     operator_index: int
     settings: Settings
+    batch_size: int | None = None
+    repeat_times: int | None = None
+    train_batch_size: int | None = None
 
     @property
     def job_dir(self) -> Path:
@@ -183,6 +188,9 @@ def _collect(tree: DictConfig, path: Path, index: int, settings: Settings) -> Tr
         trainer_steps=_steps(tree, "trainer.total_steps"),
         operator_index=index,
         settings=settings,
+        batch_size=_steps(tree, "buffer.batch_size"),
+        repeat_times=_steps(tree, "algorithm.repeat_times"),
+        train_batch_size=_steps(tree, "buffer.train_batch_size"),
     )
 
 

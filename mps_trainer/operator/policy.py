@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from mps_trainer.operator.late_scores import LastScores
 from mps_trainer.operator.use_scores import correct_rewards, select
 
 Metrics = dict[str, int | float]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,12 @@ class ScorePolicy:
         if selection.num_dropped:
             metrics["filter_limit"] = selection.limit
         why = f"{settings.drop} {settings.value:g}" + (" of its task" if groups else "")
-        going = {int(i): f"{why}: score >= {selection.limit:.4f}" for i in np.flatnonzero(~selection.keep)}
+        # By number and by share the limit differs from task to task; the score itself stands beside the reason.
+        why += ": score > the limit" if settings.drop == "threshold" else ": among the highest"
+        going = dict.fromkeys(map(int, np.flatnonzero(~selection.keep)), why)
         metrics["filtered"] = len(going)
+        if len(going) == len(experiences) > 0:
+            logger.warning("mps_trainer: the filter (%s) dropped all %d experiences of a batch", why, len(going))
         return self._drop(experiences, scores, going, exchange, metrics)
 
     def _drop(

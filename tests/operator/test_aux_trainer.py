@@ -71,7 +71,7 @@ def test_filter_drops_the_highest_scores_and_writes_down_why(make_run: Any) -> N
         assert all(type(value) in (int, float) for value in metrics.values()), "Trinity drops every other type"
     lines = [json.loads(line) for line in (run.run_dir / "operator.jsonl").read_text().splitlines()]
     assert [len(line["dropped"]) for line in lines] == [0, 8, 8, 8]
-    assert "quantile 0.25: score >=" in lines[1]["dropped"][0]["why"]
+    assert "quantile 0.25: among the highest" in lines[1]["dropped"][0]["why"]
 
 
 def test_reward_keeps_the_raw_one(make_run: Any) -> None:

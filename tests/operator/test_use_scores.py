@@ -22,6 +22,7 @@ NAN = float("nan")
         ([9, 8, 7], {"drop": "threshold", "value": 1, "keep_at_least": 0}, []),
         ([9], {"drop": "threshold", "value": 1, "keep_at_least": 5}, [0]),
         ([], {"drop": "quantile", "value": 0.5}, []),
+        (range(100), {"drop": "quantile", "value": 0.29}, list(range(71))),
         ([1, 9, 2, 8], {"drop": "top_k", "value": 1}, [0, 2, 3]),
         ([1, 9, NAN, 8], {"drop": "top_k", "value": 9}, [2]),
         ([1, 2], {"drop": "top_k", "value": 9}, [0]),
