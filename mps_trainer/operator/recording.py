@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -152,8 +153,13 @@ class Recorder:
 
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # 0600: it holds prompts and responses.
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        # 0600: it holds prompts and responses. O_NONBLOCK: opening a FIFO must not wait for its reader.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(self._path, flags, 0o600)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            # A pipe or a device may never end, and what is there is counted first.
+            os.close(descriptor)
+            raise OSError("it is no regular file")
         self._descriptor = descriptor
         with self._path.open("rb") as file:
             last = b"\n"

@@ -108,7 +108,7 @@ def load_newest(folder: Path, trainer: Trainer) -> Checkpoint | None:
 def _try_load(path: Path, trainer: Trainer) -> Checkpoint | None:
     try:
         return _load(path, trainer)
-    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         _log.warning("checkpoint %s cannot be used: %s", path, error)
         return None
 

@@ -133,7 +133,8 @@ class Journal:
         self._size = os.fstat(self._descriptor).st_size
 
     def _files(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._folder.glob("*.log"))
+        # Somebody may have put a file beside them: old.log is none of ours.
+        return sorted(int(path.stem) for path in self._folder.glob("*.log") if path.stem.isdecimal())
 
     def _read_here(self) -> tuple[dict[str, Any], memoryview] | None:
         path = self._path(self._reading)

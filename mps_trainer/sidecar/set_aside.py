@@ -38,7 +38,7 @@ class SetAside:
         condemned = [verdict for verdict in load_verdicts(run_dir) if verdict.condemned]
         self._records = {v.subject.record: v for v in condemned if v.subject.record is not None}
         self._steps = [verdict for verdict in condemned if verdict.subject.record is None]
-        self.count = sum(json.loads(path.read_text())["experiences"] for path in self._folder.glob("*.json"))
+        self.count = sum(map(_experiences_in, self._folder.glob("*.json")))
 
     def takes(self, name: RecordName, batch: PackedBatch) -> bool:
         """Whether this record is condemned; it is kept then, and nothing else may be done with it."""
@@ -111,3 +111,12 @@ def _array(column: PackedColumn, num_rows: int) -> pa.Array:
     if column.values.ndim > 1:
         return pa.array(list(column.values), pa.list_(pa.from_numpy_dtype(column.values.dtype)))
     return pa.array(column.values)
+
+
+def _experiences_in(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text())["experiences"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        # A torn note is no reason for a sidecar to end.
+        _log.warning("%s cannot be read, so it is not counted: %s", path, error)
+        return 0

@@ -154,9 +154,9 @@ class Trainer:
             raise self._error(
                 f"{where} ran out of memory: {error}", packed, "raise memory:, or lower batch_size or the maxima"
             ) from error
-        # The sidecar handles its signals by itself, so these two come from the task; SystemExit would look like an end
-        # that was asked for.
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        # The sidecar handles its signals by itself, so even these come from the task: SystemExit would look like an end
+        # that was asked for, and a panic of a Rust extension (pyo3) is no Exception either.
+        except BaseException as error:
             if is_gpu_fault(error, self.device):
                 raise GpuFaultError(self._words(f"{where} broke the GPU context: {error}", packed)) from error
             todo = f"correct {where} of the task; the traceback is in sidecar.log"

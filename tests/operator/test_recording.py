@@ -175,3 +175,14 @@ def test_a_run_records_rewards_as_they_came(make_run: Any, tmp_path: Path) -> No
     assert metrics["aux_trainer/recorded"] == 31
     assert [e.reward for e in batch] != raw
     assert [e.reward for e in read_recording(tmp_path / "e.jsonl").batches[0]] == raw
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/full", "/dev/zero"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = Path(kind)
+    if kind == "fifo":
+        path = tmp_path / "e.jsonl"
+        os.mkfifo(path)
+    metrics = Recorder(path, most=10).add(experiences(size=2))
+    assert metrics["record_errors_total"] == 1
+    assert metrics["recorded"] == 0

@@ -117,7 +117,7 @@ def test_what_goes_wrong_in_a_task_is_told_with_step_and_experiences() -> None:
         Trainer(NoTensor(), 8, 0).train_step(rewards(1))
 
 
-@pytest.mark.parametrize("end", [SystemExit(0), KeyboardInterrupt()])
+@pytest.mark.parametrize("end", [SystemExit(0), KeyboardInterrupt(), type("Panic", (BaseException,), {})()])
 def test_a_task_that_ends_the_process_is_a_task_error(end: BaseException) -> None:
     class Ends(broken_tasks.Plain):
         def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
