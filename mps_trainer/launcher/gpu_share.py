@@ -18,9 +18,11 @@ from collections.abc import Callable, Sequence
 
 from mps_trainer.errors import MpsTrainerError, PlacementError
 from mps_trainer.launcher.engine_shares import EngineShares
+from mps_trainer.launcher.gpu import gpu_at
 from mps_trainer.launcher.membership import Membership
 from mps_trainer.launcher.memory_plan import MemoryPlan, plan_for_any_engine
 from mps_trainer.launcher.neighbours import Neighbours
+from mps_trainer.launcher.server_watch import ServerWatch
 from mps_trainer.mps.checks import Surroundings, read_surroundings, require_possible, run_checks
 from mps_trainer.mps.control import CONTROL_BINARY, GpuFault, MpsDaemon
 from mps_trainer.mps.folder import mps_folder
@@ -93,6 +95,7 @@ class GpuShare:
         self.others_fault = False
         self._summoned: tuple[int, float] | None = None
         self._membership = Membership(self.daemon)
+        self._server = ServerWatch(self.daemon)
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
 
@@ -110,7 +113,7 @@ class GpuShare:
             PlacementError: what stands in the way, with what to do; nothing stays behind.
         """
         around = self._look()
-        wanted = None if self._device == "cuda" else self._gpu_at(around, int(self._device.removeprefix("cuda:")))
+        wanted = None if self._device == "cuda" else gpu_at(around.nvml.gpus, int(self._device.removeprefix("cuda:")))
         checks = run_checks(around, wanted.uuid if wanted else None)
         require_possible(checks, plugin=self._join == "plugin")
         for check in checks:
@@ -159,8 +162,9 @@ class GpuShare:
             self._summoned = None
 
     def sidecar_is_gone(self, why: str, *, for_good: bool) -> None:
-        """The sidecar has ended. For good: engines that wait start alone. Otherwise they wait for its successor."""
+        """It has ended or is about to. For good: engines that wait start alone. Otherwise they wait for a successor."""
         self._sidecar_pid = 0
+        self._server.forget()
         with self._guard:
             self._sidecar_ready = False
             if for_good:
@@ -191,14 +195,17 @@ class GpuShare:
         new, self._faults_told = faults[self._faults_told :], len(faults)
         return new
 
-    def server_is_clean(self) -> bool:
-        """Whether a new client would be accepted: no server yet or one that has recovered, and no stranger there."""
-        if self._neighbours is not None and self._neighbours.reason:
-            return False
-        try:
-            return all(self.daemon.server_status(server) == "ACTIVE" for server in self.daemon.servers())
-        except PlacementError:
-            return False
+    @property
+    def is_occupied(self) -> bool:
+        """Whether somebody else computes on the GPU."""
+        return self._neighbours is not None and bool(self._neighbours.reason)
+
+    def obstacle(self) -> str:
+        """Why no sidecar may be started on the GPU now, a sentence; "" when one may."""
+        if self.must_not_change:
+            return "an engine that was told to join is measuring memory"
+        stranger = self._neighbours.reason if self._neighbours is not None else ""
+        return stranger or self._server.trouble()
 
     def look_around(self) -> None:
         """Prove engines that are up, and see who else is on the GPU. Called often; looks at the GPU now and then."""
@@ -298,12 +305,3 @@ class GpuShare:
         self._place(gpu)
         self.wake()
         return True
-
-    @staticmethod
-    def _gpu_at(around: Surroundings, index: int) -> GpuFacts:
-        found = next((gpu for gpu in around.nvml.gpus if gpu.index == index), None)
-        if found is None:
-            raise PlacementError(
-                f"there is no cuda:{index}: NVML sees {len(around.nvml.gpus)} GPUs", "name a GPU that is there"
-            )
-        return found
