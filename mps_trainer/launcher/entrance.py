@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from mps_trainer.errors import RunError
 from mps_trainer.launcher.engine_shares import ENGINE_START_S
 from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.launcher.probation import Refusal
@@ -26,7 +27,7 @@ LAST_SIDECAR_PATIENCE_S = 10.0
 
 
 def wait_to_enter(
-    share: GpuShare, wakeups: Wakeups, tell: Callable[[str], object], limit_s: float = ENGINE_START_S
+    share: GpuShare | None, wakeups: Wakeups, tell: Callable[[str], object], limit_s: float = ENGINE_START_S
 ) -> Refusal | None:
     """Until a sidecar may be started; otherwise why the run has failed, or no error when it was asked to end.
 
@@ -34,6 +35,8 @@ def wait_to_enter(
         tell: called with each new reason to wait.
         limit_s: for anything but a stranger, who may stay for hours: nothing is launched beside it.
     """
+    if share is None:
+        return None
     told, since = "", time.monotonic()
     while not wakeups.asked_to_end:
         if (refusal := share.refusal) is not None:
@@ -42,6 +45,7 @@ def wait_to_enter(
         if not obstacle:
             return None
         if obstacle != told:
+            log.info("the sidecar is not started again yet: %s", obstacle)
             tell(told := obstacle)
         if share.is_occupied:
             since = time.monotonic()
@@ -52,16 +56,18 @@ def wait_to_enter(
     return Refusal("", "", exit_codes.OK)
 
 
-def obstacle_to_the_last(share: GpuShare, wakeups: Wakeups, patience_s: float = LAST_SIDECAR_PATIENCE_S) -> str:
-    """Why the sidecar that would take what its predecessor left may not be started, even after some patience."""
+def why_no_last_sidecar(share: GpuShare | None, wakeups: Wakeups, patience_s: float = LAST_SIDECAR_PATIENCE_S) -> str:
+    """Why the sidecar that would take what its predecessor left is not started, after some patience; "" to start it."""
     found = [""]
 
     def is_free() -> bool:
-        found[0] = share.obstacle()
+        found[0] = share.obstacle() if share is not None else ""
         return not found[0]
 
-    wakeups.wait(patience_s, is_free)
-    return found[0]
+    if wakeups.wait(patience_s, is_free):
+        return ""
+    todo = "what was acknowledged is in the checkpoint and the journal; what was still in the rings is lost"
+    return str(RunError(f"the run ended without a last sidecar: {found[0]}", todo))
 
 
 def close_to_engines(

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from mps_trainer.errors import MpsTrainerError, RunError
 from mps_trainer.launcher.autopsy import Autopsy
-from mps_trainer.launcher.entrance import close_to_engines, obstacle_to_the_last, wait_to_enter
+from mps_trainer.launcher.entrance import close_to_engines, wait_to_enter, why_no_last_sidecar
 from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.launcher.leftovers import remove_run
 from mps_trainer.launcher.probation import Refusal, hold_probation
@@ -132,15 +132,10 @@ class Supervisor:
         return sidecar
 
     def _wait_for_gpu(self, problem: str) -> Refusal | None:
-        if self._share is None:
-            return None
-        count, limit = self._restarts.in_a_row, self._restarts.limit
-
-        def tell(why: str) -> None:
-            log.info("the sidecar is not started again yet: %s", why)
-            self._save_status(State.RESTARTING, f"{problem}; restart {count} of {limit} waits: {why}", problem)
-
-        return wait_to_enter(self._share, self._wakeups, tell)
+        waits = f"{problem}; restart {self._restarts.in_a_row} of {self._restarts.limit} waits: "
+        return wait_to_enter(
+            self._share, self._wakeups, lambda why: self._save_status(State.RESTARTING, waits + why, problem)
+        )
 
     def _watch(self, sidecar: SidecarProcess) -> str:
         """Until the sidecar ends, fails to get ready, or the run shall end; says what happened to the sidecar.
@@ -226,9 +221,8 @@ class Supervisor:
             # They have only waited for an engine: nothing was sent to them.
             self._save_status(State.STOPPED, "")
             return 0
-        if self._share is not None and (why := obstacle_to_the_last(self._share, self._wakeups)):
-            todo = "what was acknowledged is in the checkpoint and the journal; what was still in the rings is lost"
-            self._save_status(State.FAILED, str(RunError(f"the run ended without a last sidecar: {why}", todo)))
+        if error := why_no_last_sidecar(self._share, self._wakeups):
+            self._save_status(State.FAILED, error)
             return 0
         sidecar = self._start()
         return self._end(sidecar, self._watch(sidecar))

@@ -13,7 +13,7 @@ import pytest
 from mps_helpers import UUIDS, supervisor_log, wait_for
 
 from mps_trainer.errors import PlacementError
-from mps_trainer.launcher.entrance import close_to_engines, obstacle_to_the_last, wait_to_enter
+from mps_trainer.launcher.entrance import close_to_engines, wait_to_enter, why_no_last_sidecar
 from mps_trainer.launcher.server_watch import ServerWatch
 from mps_trainer.launcher.wakeups import Wakeups
 from mps_trainer.mps.control import MpsDaemon
@@ -206,8 +206,8 @@ def test_a_run_that_is_asked_to_end_waits_no_longer_to_start(wakeups):
     refused = wait_to_enter(share, wakeups, lambda _: wakeups.ask_to_end("down"))
     assert refused is not None
     assert not refused.error
-    assert obstacle_to_the_last(share, wakeups, patience_s=0.1) == "busy"
-    assert obstacle_to_the_last(FakeShare("busy", ""), wakeups, patience_s=5.0) == ""
+    assert "without a last sidecar: busy" in why_no_last_sidecar(share, wakeups, patience_s=0.1)
+    assert why_no_last_sidecar(FakeShare("busy", ""), wakeups, patience_s=5.0) == ""
 
 
 def test_patience_with_an_engine_has_a_limit(wakeups, caplog):
