@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mps_trainer.mps.nvml import read_nvml
+from mps_trainer.errors import PlacementError
+from mps_trainer.mps.nvml import GpuFacts, read_nvml
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,11 @@ def read_gpus() -> GpuReading:
     facts = read_nvml()
     gpus = tuple(Gpu(g.index, g.uuid, g.name, g.total, g.total - g.used, g.mig) for g in facts.gpus)
     return GpuReading(gpus=gpus, driver=facts.driver, missing=facts.missing)
+
+
+def gpu_at(gpus: Sequence[GpuFacts], index: int) -> GpuFacts:
+    """The GPU `cuda:<index>` as NVML counts; PlacementError when there is none."""
+    found = next((gpu for gpu in gpus if gpu.index == index), None)
+    if found is None:
+        raise PlacementError(f"there is no cuda:{index}: NVML sees {len(gpus)} GPUs", "name a GPU that is there")
+    return found

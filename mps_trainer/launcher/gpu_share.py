@@ -12,22 +12,23 @@ An engine's question is answered in a thread of the summons and waits there for 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from mps_trainer.errors import MpsTrainerError, PlacementError
+from mps_trainer.launcher.engine_shares import EngineShares
+from mps_trainer.launcher.gpu import gpu_at
 from mps_trainer.launcher.membership import Membership
-from mps_trainer.launcher.memory_plan import ENGINE_EXTRA, MemoryPlan, plan_for_any_engine
+from mps_trainer.launcher.memory_plan import MemoryPlan, plan_for_any_engine
 from mps_trainer.launcher.neighbours import Neighbours
+from mps_trainer.launcher.server_watch import ServerWatch
 from mps_trainer.mps.checks import Surroundings, read_surroundings, require_possible, run_checks
 from mps_trainer.mps.control import CONTROL_BINARY, GpuFault, MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.lease import take_gpu
 from mps_trainer.mps.nvml import GpuFacts, GpuProcess, read_processes
 from mps_trainer.mps.placement import GpuPlacement
-from mps_trainer.mps.process import ProcessIdentity
 from mps_trainer.mps.summons import EngineAnswer, EngineRecord, EngineRequest, SummonsServer
 from mps_trainer.run import HeldLock, RunRecord
 
@@ -37,6 +38,8 @@ log = logging.getLogger("mps_trainer.supervisor")
 DEFAULT_POOL = 4 * 2**30
 # Under what an engine waits itself (the plugin's limit), so that it hears the reason.
 ANSWER_S = 90.0
+# How often an engine that waits looks at what others have said of themselves.
+_LOOK_S = 0.1
 _ROLLOUT = "rollout"
 _SPANNING = "; it spans {} GPUs: an illegal memory access in the sidecar would take the whole engine down"
 
@@ -85,13 +88,14 @@ class GpuShare:
         self._summons: SummonsServer | None = None
         self._sidecar_ready = False
         self._sidecar_pid = 0
-        self._joined: set[ProcessIdentity] = set()
+        self._shares = EngineShares()
         self._neighbours: Neighbours | None = None
         self._gone = ""
         self._faults_told = 0
         self.others_fault = False
         self._summoned: tuple[int, float] | None = None
         self._membership = Membership(self.daemon)
+        self._server = ServerWatch(self.daemon)
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
 
@@ -109,7 +113,7 @@ class GpuShare:
             PlacementError: what stands in the way, with what to do; nothing stays behind.
         """
         around = self._look()
-        wanted = None if self._device == "cuda" else self._gpu_at(around, int(self._device.removeprefix("cuda:")))
+        wanted = None if self._device == "cuda" else gpu_at(around.nvml.gpus, int(self._device.removeprefix("cuda:")))
         checks = run_checks(around, wanted.uuid if wanted else None)
         require_possible(checks, plugin=self._join == "plugin")
         for check in checks:
@@ -138,8 +142,8 @@ class GpuShare:
 
     @property
     def must_not_change(self) -> bool:
-        """Whether an engine that joined is measuring memory: the sidecar is neither ended nor restarted then."""
-        return any(engine.state == "starting" for engine in self.engines)
+        """Whether an engine that was told to join measures memory: the sidecar is neither ended nor restarted then."""
+        return self._shares.any_measures(self.engines)
 
     @property
     def refusal(self) -> PlacementError | None:
@@ -158,8 +162,9 @@ class GpuShare:
             self._summoned = None
 
     def sidecar_is_gone(self, why: str, *, for_good: bool) -> None:
-        """The sidecar has ended. For good: engines that wait start alone. Otherwise they wait for its successor."""
+        """It has ended or is about to. For good: engines that wait start alone. Otherwise they wait for a successor."""
         self._sidecar_pid = 0
+        self._server.forget()
         with self._guard:
             self._sidecar_ready = False
             if for_good:
@@ -190,14 +195,17 @@ class GpuShare:
         new, self._faults_told = faults[self._faults_told :], len(faults)
         return new
 
-    def server_is_clean(self) -> bool:
-        """Whether a new client would be accepted: no server yet or one that has recovered, and no stranger there."""
-        if self._neighbours is not None and self._neighbours.reason:
-            return False
-        try:
-            return all(self.daemon.server_status(server) == "ACTIVE" for server in self.daemon.servers())
-        except PlacementError:
-            return False
+    @property
+    def is_occupied(self) -> bool:
+        """Whether somebody else computes on the GPU."""
+        return self._neighbours is not None and bool(self._neighbours.reason)
+
+    def obstacle(self) -> str:
+        """Why no sidecar may be started on the GPU now, a sentence; "" when one may."""
+        if self.must_not_change:
+            return "an engine that was told to join is measuring memory"
+        stranger = self._neighbours.reason if self._neighbours is not None else ""
+        return stranger or self._server.trouble()
 
     def look_around(self) -> None:
         """Prove engines that are up, and see who else is on the GPU. Called often; looks at the GPU now and then."""
@@ -261,28 +269,27 @@ class GpuShare:
             assert plan is not None
             if gpu.uuid not in request.gpus:
                 return EngineAnswer(False, f"the sidecar of this run is on another GPU ({gpu.uuid})")
-            done = self._guard.wait_for(
-                lambda: self._sidecar_ready or bool(self._gone), max(0.0, deadline - time.monotonic())
-            )
-            if self._gone or not done:
-                why = self._gone or f"it was not ready after {self._answer_s:.0f} s"
-                return EngineAnswer(False, f"the engine starts alone: the sidecar is not there ({why})")
-        utilization = self._share_of(request, plan)
+            if why_not := self._wait_for_turn(request, deadline):
+                return EngineAnswer(False, f"the engine starts alone: {why_not}")
+            # Counted before the guard is let go: who ends the sidecar, or asks next, knows of this engine.
+            utilization = self._shares.grant(request, plan, self.engines)
         reason = f"joins the sidecar on {gpu.uuid}, gpu_memory_utilization at most {utilization:.3f}"
         if len(request.gpus) > 1:
             reason += _SPANNING.format(len(request.gpus))
         return EngineAnswer(True, reason, str(self._folder.pipe_dir), utilization)
 
-    def _share_of(self, request: EngineRequest, plan: MemoryPlan) -> float:
-        """The plan's share, less what engines that live on this GPU have of it and take beside it."""
-        with self._guard:
-            alive = {process for process in self._joined if process.is_running and process.pid != request.pid}
-            there = [e for e in self.engines if e.state in ("starting", "ready") and e.utilization is not None]
-            taken = {e.request.pid: e.utilization or 0.0 for e in there if e.request.pid in {p.pid for p in alive}}
-            if (process := ProcessIdentity.of(request.pid)) is not None:
-                self._joined.add(process)
-        left = plan.utilization[0] - sum(taken.values()) - len(taken) * ENGINE_EXTRA / plan.total
-        return max(0.0, math.floor(left * 1000) / 1000) if taken else plan.utilization[0]
+    def _wait_for_turn(self, request: EngineRequest, deadline: float) -> str:
+        """Until the sidecar is there and the engines before this one have named their numbers; why not, if not."""
+        while not self._gone:
+            is_open = self._shares.is_open(request, self.engines)
+            if self._sidecar_ready and not is_open:
+                return ""
+            if (left := deadline - time.monotonic()) <= 0:
+                if self._sidecar_ready:
+                    return "the engine before it has not said how much memory it takes"
+                return f"the sidecar is not there (it was not ready after {self._answer_s:.0f} s)"
+            self._guard.wait(min(left, _LOOK_S))
+        return f"the sidecar is not there ({self._gone})"
 
     def _summon(self, request: EngineRequest) -> bool:
         # Outside of Ray an engine has no actor, and whoever names the run by hand means it.
@@ -298,12 +305,3 @@ class GpuShare:
         self._place(gpu)
         self.wake()
         return True
-
-    @staticmethod
-    def _gpu_at(around: Surroundings, index: int) -> GpuFacts:
-        found = next((gpu for gpu in around.nvml.gpus if gpu.index == index), None)
-        if found is None:
-            raise PlacementError(
-                f"there is no cuda:{index}: NVML sees {len(around.nvml.gpus)} GPUs", "name a GPU that is there"
-            )
-        return found

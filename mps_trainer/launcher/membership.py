@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
+from mps_trainer.errors import PlacementError
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.process import is_descendant
 from mps_trainer.mps.summons import EngineRecord
 
 log = logging.getLogger("mps_trainer.supervisor")
 
+_EVERY_S = 2.0
+# A daemon that has not answered so often in a row is asked no more: each question may hold up the supervisor.
+_TRIES = 5
+
 
 class Membership:
-    """Judges each engine once when it says that it is up, and writes the proof, or its absence, to the log."""
+    """Judges each engine once when it says that it is up, and writes the proof, or its absence, to the log.
 
-    def __init__(self, daemon: MpsDaemon) -> None:
+    Args:
+        daemon: of the run.
+        every_s: pause after a question that the daemon has not answered.
+    """
+
+    def __init__(self, daemon: MpsDaemon, every_s: float = _EVERY_S) -> None:
         self._daemon = daemon
+        self._every_s = every_s
         self._judged: set[int] = set()
+        self._unanswered = 0
+        self._next = 0.0
 
     def prove(self, engines: Sequence[EngineRecord]) -> None:
-        """Judge those that are new."""
+        """Judge those that are new. No answer is no proof, and no reason to end anything."""
         new = [e for e in engines if e.state == "ready" and e.request.pid not in self._judged]
-        if not new:
+        if not new or time.monotonic() < self._next:
             return
-        unproven = {engine.request.pid for engine in self.unproven(engines)}
+        try:
+            unproven = {engine.request.pid for engine in self.unproven(engines)}
+        except PlacementError as error:
+            self._next = time.monotonic() + self._every_s
+            self._give_up(new, error)
+            return
+        self._unanswered = 0
         for engine in new:
             pid = engine.request.pid
             self._judged.add(pid)
@@ -37,6 +57,19 @@ class Membership:
                     "engine %s (pid %d) is up and proven to be an MPS client, gpu_memory_utilization %s of %s wished",
                     engine.request.actor, pid, engine.utilization, engine.wished,
                 )  # fmt: skip
+
+    def _give_up(self, new: Sequence[EngineRecord], error: PlacementError) -> None:
+        self._unanswered += 1
+        log.info("nobody can say which engines are MPS clients: %s", error.message)
+        if self._unanswered < _TRIES:
+            return
+        self._unanswered = 0
+        for engine in new:
+            self._judged.add(engine.request.pid)
+            log.warning(
+                "engine %s (pid %d) is up and not proven to be an MPS client: the daemon did not answer %d times",
+                engine.request.actor, engine.request.pid, _TRIES,
+            )  # fmt: skip
 
     def unproven(self, engines: Sequence[EngineRecord]) -> list[EngineRecord]:
         """Engines that say they are up and of which no process is a client: their membership is not claimed."""

@@ -10,7 +10,8 @@
     [probation of a task of the user's own] > start ...   once, before the first start
     start > imports, task built > WAITING > an engine is placed > "go on" > READY ...     device: auto on a shared GPU
 
-An end that is asked for between two lives starts one more sidecar, which takes what is in the rings and the journal.
+An end that is asked for between two lives starts one more sidecar, which takes what is in the rings and the journal,
+unless it would change the GPU's memory under an engine that measures it (`entrance.py`).
 A sidecar that dies while it waits is restarted too, and nothing of it has to be taken.
 It holds the run's locks for life: whoever wants to know whether the run lives tests those. When it is killed the
 locks drop, and the sidecar ends in order by itself. It imports neither torch nor pyarrow and stays small.
@@ -29,6 +30,7 @@ from pathlib import Path
 
 from mps_trainer.errors import MpsTrainerError, RunError
 from mps_trainer.launcher.autopsy import Autopsy
+from mps_trainer.launcher.entrance import close_to_engines, wait_to_enter, why_no_last_sidecar
 from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.launcher.leftovers import remove_run
 from mps_trainer.launcher.probation import Refusal, hold_probation
@@ -44,8 +46,6 @@ from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, exit_codes
 
 log = logging.getLogger("mps_trainer.supervisor")
 
-# An engine measures memory for a minute or two; after this it hangs, and its start is lost anyway.
-_ENGINE_START_S = 600.0
 GRACE_S = 30.0
 
 
@@ -89,6 +89,7 @@ class Supervisor:
             if code is None:
                 if self._wakeups.asked_to_end:
                     return self._end(sidecar, "asked to end")
+                close_to_engines(self._share, sidecar, self._wakeups)
                 sidecar.stop(self._watchdog.grace_s(self._grace_s))
                 if self._share is not None and (refusal := self._share.refusal) is not None:
                     return self._fail(refusal.message, refusal.todo, exit_codes.BAD_CONFIG)
@@ -110,8 +111,10 @@ class Supervisor:
                 error = f"the sidecar ended {count} times ({problem}); max_restarts is {limit}"
                 return self._fail(error, f"see {sidecar.log}", exit_codes.CRASHED)
             self._save_status(State.RESTARTING, f"{problem}; restart {count} of {limit}", problem)
-            if self._wakeups.pause(backoff_s) or (self._share is not None and self._wait_for_gpu(self._share)):
+            if self._wakeups.pause(backoff_s):
                 return self._end_between_two_lives()
+            if refused := self._wait_for_gpu(problem):
+                return self._fail(*refused) if refused.error else self._end_between_two_lives()
 
     def _hold_probation(self) -> Refusal | None:
         """Before the first sidecar only: `up` waits for it, an engine or a successor never does."""
@@ -128,9 +131,11 @@ class Supervisor:
         log.info("sidecar %d started", sidecar.pid)
         return sidecar
 
-    def _wait_for_gpu(self, share: GpuShare) -> bool:
-        """Until no engine measures memory and the MPS server takes new clients; True when the run shall end instead."""
-        return self._wakeups.pause(_ENGINE_START_S, until=lambda: not share.must_not_change and share.server_is_clean())
+    def _wait_for_gpu(self, problem: str) -> Refusal | None:
+        waits = f"{problem}; restart {self._restarts.in_a_row} of {self._restarts.limit} waits: "
+        return wait_to_enter(
+            self._share, self._wakeups, lambda why: self._save_status(State.RESTARTING, waits + why, problem)
+        )
 
     def _watch(self, sidecar: SidecarProcess) -> str:
         """Until the sidecar ends, fails to get ready, or the run shall end; says what happened to the sidecar.
@@ -177,7 +182,8 @@ class Supervisor:
         else:
             self._restarts.note_ready()
             log.info("sidecar %d is ready", sidecar.pid)
-            if self._share is not None:
+            # Whoever ends the run has not to wait for an engine that joins now.
+            if self._share is not None and not self._wakeups.asked_to_end:
                 self._share.sidecar_is_ready(sidecar.pid)
         self._reporter.ready(sidecar.pid)
         if self._reporter.abandoned:
@@ -215,11 +221,15 @@ class Supervisor:
             # They have only waited for an engine: nothing was sent to them.
             self._save_status(State.STOPPED, "")
             return 0
+        if error := why_no_last_sidecar(self._share, self._wakeups):
+            self._save_status(State.FAILED, error)
+            return 0
         sidecar = self._start()
         return self._end(sidecar, self._watch(sidecar))
 
     def _end(self, sidecar: SidecarProcess, problem: str) -> int:
         log.info("ending sidecar %d: %s", sidecar.pid, self._wakeups.asked_to_end)
+        close_to_engines(self._share, sidecar, self._wakeups)
         ended = sidecar.stop(self._grace_s)
         log.info("sidecar %d %s", sidecar.pid, ended.value)
         code = sidecar.child.returncode

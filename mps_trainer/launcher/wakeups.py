@@ -68,12 +68,18 @@ class Wakeups:
         self._look()
         return descriptor in ready
 
-    def pause(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Sleep for `seconds` or until the condition holds; True when the run shall end instead."""
+    def pause(self, seconds: float) -> bool:
+        """Sleep for `seconds`; True, and sooner, when the run shall end instead."""
+        return self.wait(seconds, lambda: bool(self.asked_to_end))
+
+    def wait(self, seconds: float, until: Callable[[], bool]) -> bool:
+        """Sleep until the condition holds, at most `seconds`, even when the run shall end; whether it holds."""
         end = time.monotonic() + seconds
-        while not self.asked_to_end and (left := end - time.monotonic()) > 0 and not until():
+        while not until():
+            if (left := end - time.monotonic()) <= 0:
+                return False
             self.sleep(left)
-        return bool(self.asked_to_end)
+        return True
 
     def _note_signal(self, number: int, _frame: object) -> None:
         self.ask_to_end(f"asked with {signal.Signals(number).name}")

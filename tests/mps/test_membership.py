@@ -1,0 +1,63 @@
+"""Which engines are clients, and a daemon that does not say it. The daemon is fake."""
+
+import time
+
+import pytest
+from mps_helpers import FAKE_CONTROL, UUIDS, join, supervisor_log, wait_for
+from test_two_gpus import RAY
+
+from mps_trainer.errors import PlacementError
+from mps_trainer.launcher.membership import Membership
+from mps_trainer.mps.control import MpsDaemon
+from mps_trainer.mps.folder import mps_folder
+from mps_trainer.mps.summons import EngineRecord, EngineRequest
+from mps_trainer.run import State
+
+
+class MuteDaemon(MpsDaemon):
+    asked = 0
+
+    def clients(self):
+        self.asked += 1
+        raise PlacementError("the MPS daemon did not answer 'ps'", "wait")
+
+
+def engine(pid):
+    return EngineRecord(EngineRequest((UUIDS[0],), "rollout", pid), "ready")
+
+
+def test_run_with_a_fake_daemon_that_does_not_answer_goes_on(start, monkeypatch):
+    monkeypatch.setenv("FAKE_MPS_HANG", "ps")
+    run = start("cuda:0", 1)
+    join(run, "0", **RAY)
+    wait_for(lambda: "nobody can say which engines are MPS clients" in supervisor_log(run))
+    assert run.supervisor.poll() is None
+    assert run.status().state is State.READY
+    run.stop()
+    assert run.supervisor.returncode == 0
+    assert run.status().state is State.STOPPED
+
+
+def test_mute_daemon_is_asked_now_and_then_and_given_up(state, caplog):
+    daemon = MuteDaemon(mps_folder("abcd1234"), str(FAKE_CONTROL))
+    membership = Membership(daemon, every_s=0.05)
+    membership.prove([engine(11)])
+    membership.prove([engine(11)])
+    assert daemon.asked == 1
+    deadline = time.monotonic() + 10
+    while "not proven to be an MPS client" not in caplog.text:
+        assert time.monotonic() < deadline
+        membership.prove([engine(11)])
+        time.sleep(0.01)
+    asked = daemon.asked
+    assert asked == 5
+    time.sleep(0.1)
+    membership.prove([engine(11)])
+    assert daemon.asked == asked
+    membership.prove([engine(11), engine(12)])
+    assert daemon.asked == asked + 1, "the next engine is asked for again"
+
+
+def test_mute_daemon_is_no_proof_for_those_who_ask_themselves(state):
+    with pytest.raises(PlacementError):
+        Membership(MuteDaemon(mps_folder("abcd1234"), str(FAKE_CONTROL))).unproven([engine(11)])
