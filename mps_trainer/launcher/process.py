@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -119,14 +119,26 @@ def spawn(
             os.close(output)
 
 
-def stop(child: subprocess.Popen[bytes], *, grace_s: float, gpu_drain_s: float = 0.0) -> Ended:
-    """End our own child in the order that the module names; at most `grace_s` + `gpu_drain_s` and a moment."""
+def stop(
+    child: subprocess.Popen[bytes],
+    *,
+    grace_s: float,
+    gpu_drain_s: float = 0.0,
+    more_s: Callable[[], float] = lambda: 0.0,
+) -> Ended:
+    """End our own child in the order that the module names; at most the times given and a moment.
+
+    Args:
+        grace_s: after SIGTERM.
+        gpu_drain_s: after SIGSTOP; 0 for one without a GPU, which is not stopped.
+        more_s: asked when `grace_s` is over: how many seconds more it deserves.
+    """
     if child.poll() is not None:
         return Ended.ALREADY
     child.send_signal(signal.SIGTERM)
     # A child that somebody stopped cannot act on SIGTERM.
     child.send_signal(signal.SIGCONT)
-    if _wait(child, grace_s):
+    if _wait(child, grace_s) or ((longer := more_s()) > 0 and _wait(child, longer)):
         return Ended.BY_ITSELF
     if gpu_drain_s:
         child.send_signal(signal.SIGSTOP)

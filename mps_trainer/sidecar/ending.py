@@ -115,6 +115,11 @@ class Ending:
             self.reason = self.reason or "the supervisor is gone (its lock has dropped)"
         return bool(self.reason)
 
+    @property
+    def is_of_the_run(self) -> bool:
+        """Whether no sidecar follows, as far as is known: then nobody will read what dead operators left."""
+        return self.orphaned or not self._paths.successor_file.exists()
+
     def check(self) -> bool:
         """Whether there is a reason to end; idling is one too, so ask only where operators were looked for."""
         if not self.is_asked() and self._may_idle and time.monotonic() - self._last_alive > self._patience_s:

@@ -102,7 +102,7 @@ class Sidecar:
         _log.info("ending: %s", self._ending.reason)
         self._drain()
         self._set_state(State.STOPPED)
-        self._hub.close(unlink=True)
+        self._hub.close(unlink=self._ending.is_of_the_run)
 
     def _must_stop(self) -> bool:
         return self._ending.is_asked() or self._pause.is_on
@@ -129,7 +129,7 @@ class Sidecar:
         self._note.close()
         self._journal.close()
         self._metrics.close()
-        self._hub.close(unlink=unlink)
+        self._hub.close(unlink=unlink and self._ending.is_of_the_run)
         if self._ring is not None:
             self._ring.close()
 
