@@ -34,7 +34,7 @@ from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.launcher.last_words import last_words
 from mps_trainer.launcher.leftovers import remove_run
 from mps_trainer.launcher.probation import Refusal, hold_probation
-from mps_trainer.launcher.process import describe_exit
+from mps_trainer.launcher.process import Ended, describe_exit, held_by_driver
 from mps_trainer.launcher.reports import Reporter
 from mps_trainer.launcher.restarts import RestartBudget
 from mps_trainer.launcher.run_locks import hold_run_locks
@@ -93,7 +93,8 @@ class Supervisor:
                 if self._wakeups.asked_to_end:
                     return self._end(sidecar, "asked to end")
                 more_s = partial(self._watchdog.more_s, self._grace_s)
-                sidecar.stop_for_a_successor(self._watchdog.grace_s(self._grace_s), more_s)
+                if sidecar.stop_for_a_successor(self._watchdog.grace_s(self._grace_s), more_s) is Ended.STILL_ALIVE:
+                    return self._fail(*held_by_driver(sidecar.pid), exit_codes.CRASHED)
                 if self._share is not None and (refusal := self._share.refusal) is not None:
                     return self._fail(refusal.message, refusal.todo, exit_codes.BAD_CONFIG)
                 code = exit_codes.CRASHED
@@ -237,6 +238,8 @@ class Supervisor:
         log.info("ending sidecar %d: %s", sidecar.pid, self._wakeups.asked_to_end)
         ended = sidecar.stop(self._grace_s)
         log.info("sidecar %d %s", sidecar.pid, ended.value)
+        if ended is Ended.STILL_ALIVE:
+            return self._fail(*held_by_driver(sidecar.pid), exit_codes.CRASHED)
         code = sidecar.child.returncode
         if code == -signal.SIGTERM and not self._restarts.was_ready:
             # Before it could listen to signals; nothing has been learned that it could have saved.

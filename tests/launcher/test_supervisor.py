@@ -424,3 +424,27 @@ def test_a_full_disk_costs_the_status_and_not_the_run(
     wait_for(lambda: len([line for line in fake_log(run.run_dir) if line.startswith("start")]) == 2, "a second sidecar")
     assert run.stop() is Ended.BY_ITSELF
     assert "status.json does not say restarting" in (run.run_dir / "supervisor.log").read_text()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_sidecar_that_outlives_sigkill_is_reported_and_not_waited_for(
+    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    # As one in the hands of a driver; here nobody sends the signal.
+    code = (
+        "import subprocess, sys; from mps_trainer.launcher import process, supervisor as m; "
+        "process.KILL_SECONDS = 0.3; subprocess.Popen.kill = lambda self: None; "
+        f"m.Watchdog.look = lambda *_, **__: {'' if asked else 'it hung'!r}; sys.exit(m.main())"
+    )
+    monkeypatch.setattr(up, "SUPERVISOR_COMMAND", (sys.executable, "-c", code))
+    run = start(write_config(), fake("stubborn"), grace_s=0.5)
+    if asked:
+        run.supervisor.send_signal(signal.SIGTERM)
+    assert run.supervisor.wait(20) == 1
+    # The status is the stand-in's, which has ended in order since.
+    said = (run.run_dir / "supervisor.log").read_text()
+    assert f"process {run.sidecar_pid} is still there" in said
+    assert "the kernel does not let it go" in said
+    assert "Traceback" not in said
+    assert len([line for line in fake_log(run.run_dir) if line.startswith("start")]) == 1
+    wait_for(lambda: not is_alive(run.sidecar_pid), "the end of the sidecar")
