@@ -185,6 +185,7 @@ class GpuShare:
     def look_around(self) -> None:
         """Prove engines that are up, and see who else is on the GPU. Called often; looks at the GPU now and then."""
         self.prove_engines()
+        self._folder.set_hold(self.must_not_change)
         if self._neighbours is None or not (self._sidecar_pid or self._neighbours.reason):
             return
         self._neighbours.look(self._sidecar_pid, self.engines)
@@ -254,6 +255,8 @@ class GpuShare:
         reason = f"joins the sidecar on {gpu.uuid}, gpu_memory_utilization at most {utilization:.3f}"
         if len(request.gpus) > 1:
             reason += _SPANNING.format(len(request.gpus))
+        # Before the answer: the engine measures memory from there on.
+        self._folder.set_hold(True)
         return EngineAnswer(True, reason, str(self._folder.pipe_dir), utilization)
 
     def _share_of(self, request: EngineRequest, plan: MemoryPlan) -> float:

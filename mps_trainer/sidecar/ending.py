@@ -108,6 +108,10 @@ class Ending:
         self._last_alive = time.monotonic()
         self._patience_s = self._idle_timeout_s
 
+    def engine_seen(self) -> None:
+        """An engine that joined is starting: the idle time starts again, and its operator gets what time it had."""
+        self._last_alive = time.monotonic()
+
     def is_asked(self) -> bool:
         """Whether a signal came or the supervisor is gone. Cheap: asked after every training step."""
         if not is_held(self._paths.supervisor_lock):

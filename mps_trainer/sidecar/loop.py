@@ -233,6 +233,8 @@ class Sidecar:
         for producer in self._hub.producers():
             if producer.alive:
                 self._ending.operator_seen()
+        if self._pause.engine_is_starting:
+            self._ending.engine_seen()
         self._dropped.reap()
         if time.monotonic() - self._status_saved > _STATUS_S:
             self._save_status()
