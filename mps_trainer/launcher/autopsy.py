@@ -5,6 +5,7 @@
     a hang (`watchdog.py`), an exit that nobody asked for             set aside
     SIGKILL or SIGTERM from outside, the OOM killer, an error of ours set aside the second time
     a fault of the GPU that another process caused                    not to blame
+    seemed to hang, and went on when it was asked to end              not to blame: it was slow
 
 Only one record, or the experiences of one training step, are ever in work.
 """
@@ -34,30 +35,37 @@ class Autopsy:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._unsaved: list[Verdict] = []
 
     def doing(self) -> str:
         """What the dead sidecar was doing, in words; "" when it said nothing."""
         found = read_doing(self._run_dir)
         return "" if found is None else str(found)
 
-    def judge(self, code: int, *, hung: bool = False, others_fault: bool = False) -> str:
+    def judge(
+        self, code: int, *, hung: Doing | None = None, only_slow: bool = False, others_fault: bool = False
+    ) -> str:
         """Decide on the experiences that were in work; what to add to the message about the death.
 
         Args:
             code: as subprocess gives it.
-            hung: the supervisor ended it, because it had hung.
+            hung: what it was doing when the supervisor began to end it, because it had hung.
+            only_slow: it went on after that.
             others_fault: another process broke the GPU.
         """
-        found = read_doing(self._run_dir)
+        found = hung or read_doing(self._run_dir)
         forget_doing(self._run_dir)
+        if hung is not None and only_slow:
+            slow = "went on when it was asked to end: too slow for hang_timeout, nothing set aside"
+            return f"; it was {hung}, and {slow}"
         if found is None or code in exit_codes.FINAL:
             return ""
         if found.subject is None or found.stage not in WITH_EXPERIENCES:
             return f"; it was {found}"
         if others_fault:
             return f"; it was {found}, which is not to blame"
-        at_once = hung or code in _OWN_CRASHES or (code > 0 and code != exit_codes.CRASHED)
-        cause = "it hung" if hung else self._cause(code)
+        at_once = hung is not None or code in _OWN_CRASHES or (code > 0 and code != exit_codes.CRASHED)
+        cause = self._cause(code) if hung is None else "it hung"
         verdict = self._count(found, found.subject, cause, at_once)
         why = f" ({cause.splitlines()[0].partition(' (experiences')[0]})" if code == exit_codes.GPU_FAULT else ""
         if not verdict.condemned:
@@ -66,12 +74,18 @@ class Autopsy:
         return f"{why}; it was {found}: set aside"
 
     def _count(self, found: Doing, subject: Subject, cause: str, at_once: bool) -> Verdict:
-        verdicts = load_verdicts(self._run_dir)
+        verdicts = self._unsaved or load_verdicts(self._run_dir)
         known = next((i for i, verdict in enumerate(verdicts) if _same(verdict.subject, subject)), len(verdicts))
         deaths = verdicts[known].deaths + 1 if known < len(verdicts) else 1
         condemned = at_once or deaths >= _DEATHS_FROM_OUTSIDE
         verdicts[known : known + 1] = [Verdict(found.stage, subject, deaths, cause, condemned)]
-        save_verdicts(self._run_dir, verdicts)
+        self._unsaved = []
+        try:
+            save_verdicts(self._run_dir, verdicts)
+        except OSError as problem:
+            # The next death tries again; until then a successor may die of the same experiences.
+            self._unsaved = verdicts
+            log.error("the next sidecar will not know that %s is to be set aside: %s", subject, problem)
         return verdicts[known]
 
     def _cause(self, code: int) -> str:

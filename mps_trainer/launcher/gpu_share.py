@@ -19,12 +19,13 @@ from collections.abc import Callable, Sequence
 from mps_trainer.errors import MpsTrainerError, PlacementError
 from mps_trainer.launcher.engine_shares import EngineShares
 from mps_trainer.launcher.gpu import gpu_at
+from mps_trainer.launcher.gpu_faults import GpuFaults
 from mps_trainer.launcher.membership import Membership
 from mps_trainer.launcher.memory_plan import MemoryPlan, plan_for_any_engine
 from mps_trainer.launcher.neighbours import Neighbours
 from mps_trainer.launcher.server_watch import ServerWatch
 from mps_trainer.mps.checks import Surroundings, read_surroundings, require_possible, run_checks
-from mps_trainer.mps.control import CONTROL_BINARY, GpuFault, MpsDaemon
+from mps_trainer.mps.control import CONTROL_BINARY, MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.lease import take_gpu
 from mps_trainer.mps.nvml import GpuFacts, GpuProcess, read_processes
@@ -54,9 +55,6 @@ class GpuShare:
         join: "plugin", or "env": no engine asks, and none is answered.
         insist: the user wrote `mps: on`: a stranger on the GPU ends the run instead of pausing it.
         look, processes: read the machine, and who is on a GPU; the tests give recorded values.
-
-    Attributes:
-        others_fault: the sidecar that ended last fell to a fatal GPU error that another process caused.
     """
 
     def __init__(
@@ -91,8 +89,7 @@ class GpuShare:
         self._shares = EngineShares()
         self._neighbours: Neighbours | None = None
         self._gone = ""
-        self._faults_told = 0
-        self.others_fault = False
+        self._faults = GpuFaults(self.daemon)
         self._summoned: tuple[int, float] | None = None
         self._membership = Membership(self.daemon)
         self._server = ServerWatch(self.daemon)
@@ -171,29 +168,15 @@ class GpuShare:
                 self._gone = why
             self._guard.notify_all()
 
-    def sidecar_has_ended(self, pid: int, doing: str = "") -> str:
-        """Tell engines that the sidecar is gone; names who broke the GPU, if somebody did, for the run's status.
-
-        Args:
-            doing: what the sidecar was doing when it ended.
-        """
+    def sidecar_has_ended(self, pid: int, doing: str = "", *, saw_fault: bool = False) -> str:
+        """Tell engines that the sidecar is gone; who broke the GPU, if somebody did: as `GpuFaults.after_death`."""
         self.sidecar_is_gone("it has ended", for_good=False)
-        faults = self.new_faults()
-        self.others_fault = bool(faults) and all(fault.pid != pid for fault in faults)
-        told = ""
-        for fault in faults:
-            who = f"process {fault.pid}"
-            if fault.pid == pid:
-                who += f" (the sidecar{', ' if doing else ''}{doing})"
-            log.error("fatal GPU error caused by %s; it ended the clients %s", who, fault.torn_down)
-            told += f"; the MPS server names {who} for a fatal GPU error"
-        return told
+        return self._faults.after_death(pid, doing, saw_fault=saw_fault)
 
-    def new_faults(self) -> list[GpuFault]:
-        """Fatal GPU errors that the server has logged since the last call."""
-        faults = self.daemon.faults()
-        new, self._faults_told = faults[self._faults_told :], len(faults)
-        return new
+    @property
+    def others_fault(self) -> bool:
+        """Whether the sidecar that ended last fell to a fatal GPU error that another process caused."""
+        return self._faults.by_others
 
     @property
     def is_occupied(self) -> bool:
@@ -210,6 +193,7 @@ class GpuShare:
     def look_around(self) -> None:
         """Prove engines that are up, and see who else is on the GPU. Called often; looks at the GPU now and then."""
         self.prove_engines()
+        self._folder.set_hold(self.must_not_change)
         if self._neighbours is None or not (self._sidecar_pid or self._neighbours.reason):
             return
         self._neighbours.look(self._sidecar_pid, self.engines)
@@ -276,6 +260,8 @@ class GpuShare:
         reason = f"joins the sidecar on {gpu.uuid}, gpu_memory_utilization at most {utilization:.3f}"
         if len(request.gpus) > 1:
             reason += _SPANNING.format(len(request.gpus))
+        # Before the answer: the engine measures memory from there on.
+        self._folder.set_hold(True)
         return EngineAnswer(True, reason, str(self._folder.pipe_dir), utilization)
 
     def _wait_for_turn(self, request: EngineRequest, deadline: float) -> str:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from mps_trainer.config import format_size
 from mps_trainer.errors import PlacementError
 from mps_trainer.launcher.gpu_share import DEFAULT_POOL
-from mps_trainer.launcher.process import describe_exit, spawn
+from mps_trainer.launcher.process import KILL_SECONDS, describe_exit, held_by_driver, spawn, wait_for_exit
 from mps_trainer.launcher.reports import Reporter
 from mps_trainer.launcher.sidecar_process import sidecar_environment
 from mps_trainer.mps.environment import without_mps
@@ -154,12 +154,14 @@ class Probation:
                 self._ask_for_its_stack()
             # With everything that the task has started; outside of MPS no kill harms anybody.
             os.killpg(self.child.pid, signal.SIGKILL)
-            code = self.child.wait()
+            code = wait_for_exit(self.child, KILL_SECONDS)
             # What it said last may lie in the pipe still.
             while self._open and select.select([self.reading], [], [], 0)[0]:
                 self._open = self._read()
         finally:
             os.close(self.reading)
+        if code is None:
+            return Refusal(*held_by_driver(self.child.pid), exit_codes.CRASHED)
         return None if self._is_asked() else self._judge(code, ended)
 
     def _has_ended(self) -> bool:

@@ -12,12 +12,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 GPU_DRAIN_SECONDS = 2.5  # by then a stopped process has no kernels left on the device
+#: SIGKILL takes effect at once, except on a process that a driver holds in the kernel.
+KILL_SECONDS = 10.0
 
 
 class Ended(str, Enum):
@@ -40,12 +42,13 @@ class ProcessIdentity:
     def of(cls, pid: int) -> ProcessIdentity | None:
         """The process that has this PID now; None when there is none, or only a zombie."""
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
+            # Bytes: a process may give itself a name that is no text.
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             return None
         # The second field is the command in parentheses and may hold blanks and parentheses itself.
-        fields = stat.rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else cls(pid, int(fields[19]))
+        fields = stat.rpartition(b")")[2].split()
+        return None if fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]))
 
     def is_alive(self) -> bool:
         """Whether this very process still runs."""
@@ -119,29 +122,52 @@ def spawn(
             os.close(output)
 
 
-def stop(child: subprocess.Popen[bytes], *, grace_s: float, gpu_drain_s: float = 0.0) -> Ended:
-    """End our own child in the order that the module names; at most `grace_s` + `gpu_drain_s` and a moment."""
+def stop(
+    child: subprocess.Popen[bytes],
+    *,
+    grace_s: float,
+    gpu_drain_s: float = 0.0,
+    more_s: Callable[[], float] = lambda: 0.0,
+) -> Ended:
+    """End our own child in the order that the module names; at most the times given and a moment.
+
+    Args:
+        grace_s: after SIGTERM.
+        gpu_drain_s: after SIGSTOP; 0 for one without a GPU, which is not stopped.
+        more_s: asked when `grace_s` is over: how many seconds more it deserves.
+    """
     if child.poll() is not None:
         return Ended.ALREADY
     child.send_signal(signal.SIGTERM)
     # A child that somebody stopped cannot act on SIGTERM.
     child.send_signal(signal.SIGCONT)
-    if _wait(child, grace_s):
+    if wait_for_exit(child, grace_s) is not None:
+        return Ended.BY_ITSELF
+    if (longer := more_s()) > 0 and wait_for_exit(child, longer) is not None:
         return Ended.BY_ITSELF
     if gpu_drain_s:
         child.send_signal(signal.SIGSTOP)
-        _wait(child, gpu_drain_s)
+        wait_for_exit(child, gpu_drain_s)
     child.kill()
-    child.wait()
-    return Ended.KILLED
+    return Ended.STILL_ALIVE if wait_for_exit(child, KILL_SECONDS) is None else Ended.KILLED
 
 
-def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> bool:
+def wait_for_exit(child: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """The exit code of our own child, as subprocess gives it; None while it is still there after the time."""
     try:
-        child.wait(timeout_s)
+        return child.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        return False
-    return True
+        return None
+
+
+def held_by_driver(pid: int) -> tuple[str, str]:
+    """What to say of a process that outlives SIGKILL, and what to do."""
+    return (
+        f"process {pid} is still there {KILL_SECONDS:.0f} s after SIGKILL: the kernel does not let it go, and on a GPU "
+        "that is the driver",
+        "look for Xid errors in `dmesg`; it ends when the driver lets it go, else whoever runs the machine has to "
+        "reset the GPU or restart it",
+    )
 
 
 def stop_identity(process: ProcessIdentity, *, grace_s: float) -> Ended:

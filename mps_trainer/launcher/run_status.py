@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 from mps_trainer.run import RunRecord, State, Status
+
+log = logging.getLogger("mps_trainer.supervisor")
 
 
 class RunStatus:
@@ -26,8 +29,11 @@ class RunStatus:
         return status is not None and status.state is State.STOPPED
 
     def save(self, state: State, error: str, *, restarts: int, last_death: str = "") -> None:
-        """Replace the state and keep the counters; "" keeps the last death."""
+        """Replace the state and keep the counters; "" keeps the last death. A disk that refuses costs the word only."""
         status = self.load() or Status(run_id=self._record.run_id, device=self._record.device)
         status = replace(status, state=state, pid=0, restarts=restarts, error=error)
         status.last_death = last_death or status.last_death
-        status.save(self._run_dir)
+        try:
+            status.save(self._run_dir)
+        except OSError as problem:
+            log.error("status.json does not say %s (%s): %s", state.value, error, problem)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mps_trainer.launcher.process import GPU_DRAIN_SECONDS, Ended, spawn, stop
-from mps_trainer.run import RunRecord
+from mps_trainer.run import RunPaths, RunRecord
+
+log = logging.getLogger("mps_trainer.supervisor")
 
 SIDECAR_COMMAND = (sys.executable, "-m", "mps_trainer.sidecar")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -49,6 +52,8 @@ class SidecarProcess:
         self, record: RunRecord, run_file: Path, command: Sequence[str] = SIDECAR_COMMAND, *, warm: bool = False
     ) -> None:
         self._record = record
+        self._successor_file = RunPaths(run_file).successor_file
+        self._successor_file.unlink(missing_ok=True)
         self.log = Path(record.run_dir) / "sidecar.log"
         self._said_waiting = False
         self._told = not warm
@@ -112,12 +117,20 @@ class SidecarProcess:
             os.close(self.ready_fd)
             self.ready_fd = -1
 
-    def stop(self, grace_s: float) -> Ended:
-        """End it: SIGTERM, time to drain and save, then the harder ways."""
+    def stop(self, grace_s: float, more_s: Callable[[], float] = lambda: 0.0) -> Ended:
+        """End it: SIGTERM, time to drain and save, then the harder ways; as `process.stop`."""
         drain_s = 0.0 if self._record.device == "cpu" else GPU_DRAIN_SECONDS
-        ended = stop(self.child, grace_s=grace_s, gpu_drain_s=drain_s)
+        ended = stop(self.child, grace_s=grace_s, gpu_drain_s=drain_s, more_s=more_s)
         self.close()
         return ended
+
+    def stop_for_a_successor(self, grace_s: float, more_s: Callable[[], float]) -> Ended:
+        """The same for one that another follows, which needs what dead operators have left."""
+        try:
+            self._successor_file.touch(0o600)
+        except OSError as error:
+            log.warning("sidecar %d does not know that another one follows: %s", self.pid, error)
+        return self.stop(grace_s, more_s)
 
     def log_tail(self, num_lines: int = 12) -> str:
         """The last lines of its log, for a message."""

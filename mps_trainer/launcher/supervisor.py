@@ -26,15 +26,17 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from mps_trainer.errors import MpsTrainerError, RunError
+from mps_trainer.errors import RunError
 from mps_trainer.launcher.autopsy import Autopsy
 from mps_trainer.launcher.entrance import close_to_engines, wait_to_enter, why_no_last_sidecar
 from mps_trainer.launcher.gpu_share import GpuShare
+from mps_trainer.launcher.last_words import last_words
 from mps_trainer.launcher.leftovers import remove_run
 from mps_trainer.launcher.probation import Refusal, hold_probation
-from mps_trainer.launcher.process import describe_exit
+from mps_trainer.launcher.process import Ended, describe_exit, held_by_driver
 from mps_trainer.launcher.reports import Reporter
 from mps_trainer.launcher.restarts import RestartBudget
 from mps_trainer.launcher.run_locks import hold_run_locks
@@ -62,6 +64,7 @@ class Supervisor:
         grace_s: float = GRACE_S,
         share: GpuShare | None = None,
     ) -> None:
+        self._sidecar: SidecarProcess | None = None
         self._record = record
         self._share = share
         self._run_file = run_file
@@ -90,15 +93,19 @@ class Supervisor:
                 if self._wakeups.asked_to_end:
                     return self._end(sidecar, "asked to end")
                 close_to_engines(self._share, sidecar, self._wakeups)
-                sidecar.stop(self._watchdog.grace_s(self._grace_s))
+                more_s = partial(self._watchdog.more_s, self._grace_s)
+                if sidecar.stop_for_a_successor(self._watchdog.grace_s(self._grace_s), more_s) is Ended.STILL_ALIVE:
+                    return self._fail(*held_by_driver(sidecar.pid), exit_codes.CRASHED)
                 if self._share is not None and (refusal := self._share.refusal) is not None:
                     return self._fail(refusal.message, refusal.todo, exit_codes.BAD_CONFIG)
                 code = exit_codes.CRASHED
             sidecar.close()
             if self._share is not None:
-                problem += self._share.sidecar_has_ended(sidecar.pid, self._autopsy.doing())
+                saw_fault = code == exit_codes.GPU_FAULT
+                problem += self._share.sidecar_has_ended(sidecar.pid, self._autopsy.doing(), saw_fault=saw_fault)
             others_fault = self._share is not None and self._share.others_fault
-            problem += self._autopsy.judge(code, hung=self._watchdog.found, others_fault=others_fault)
+            hung, only_slow = self._watchdog.found, self._watchdog.was_only_slow
+            problem += self._autopsy.judge(code, hung=hung, only_slow=only_slow, others_fault=others_fault)
             log.info("sidecar %d ended: %s", sidecar.pid, problem)
             if code == exit_codes.OK:
                 return self._judge_success(sidecar)
@@ -124,9 +131,9 @@ class Supervisor:
     def _start(self) -> SidecarProcess:
         self._reported_failure = ("", "")
         self._restarts.note_start()
-        self._watchdog.found = False
+        self._watchdog.found = None
         warm = self._share is not None and not self._share.is_placed
-        sidecar = SidecarProcess(self._record, self._run_file, self._command, warm=warm)
+        self._sidecar = sidecar = SidecarProcess(self._record, self._run_file, self._command, warm=warm)
         self._reporter.progress(f"sidecar started (process {sidecar.pid}), waiting until it is ready")
         log.info("sidecar %d started", sidecar.pid)
         return sidecar
@@ -215,6 +222,15 @@ class Supervisor:
         self._reporter.failed(error, todo)
         return code if code > 0 else exit_codes.CRASHED
 
+    def give_up(self, problem: str, todo: str) -> int:
+        """After an error of the supervisor itself: nothing of the run goes on without it."""
+        try:
+            if self._sidecar is not None:
+                log.info("sidecar %d %s", self._sidecar.pid, self._sidecar.stop(self._grace_s).value)
+        finally:
+            code = self._fail(problem, todo, exit_codes.CRASHED)
+        return code
+
     def _end_between_two_lives(self) -> int:
         """One more sidecar takes what is in the rings and the journal, and saves it."""
         if not self._restarts.was_ready:
@@ -232,6 +248,8 @@ class Supervisor:
         close_to_engines(self._share, sidecar, self._wakeups)
         ended = sidecar.stop(self._grace_s)
         log.info("sidecar %d %s", sidecar.pid, ended.value)
+        if ended is Ended.STILL_ALIVE:
+            return self._fail(*held_by_driver(sidecar.pid), exit_codes.CRASHED)
         code = sidecar.child.returncode
         if code == -signal.SIGTERM and not self._restarts.was_ready:
             # Before it could listen to signals; nothing has been learned that it could have saved.
@@ -260,6 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = RunPaths(options.run_file)
     locks: list[HeldLock] = []
     share: GpuShare | None = None
+    supervisor: Supervisor | None = None
     try:
         record = RunRecord.load(options.run_file)
         locks = hold_run_locks(record, paths, options.lock_fd)
@@ -271,10 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             record, options.run_file, reporter, command=options.sidecar_command, grace_s=options.grace, share=share
         )
         return supervisor.run()
-    except MpsTrainerError as error:
-        log.error("%s", error)
-        reporter.failed(error.message, error.todo)
-        return exit_codes.BAD_CONFIG
+    except Exception as error:  # noqa: BLE001  # a process's top level
+        return last_words(error, reporter, supervisor.give_up if supervisor else None)
     finally:
         if share is not None and not share.close():
             log.info("the MPS daemon stays until its last client has ended")

@@ -5,10 +5,12 @@ log/            control.log and server.log (CUDA_MPS_LOG_DIRECTORY)
 control.lock    serialises questions to the daemon
 summons         the socket on which a vLLM engine asks whether it shall join
 pause           while it is there the sidecar launches nothing; it holds the reason
+hold            while it is there the sidecar does not end for idling: an engine is measuring memory
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,6 +63,20 @@ class MpsFolder:
             temporary = self.path / ".pause"
             temporary.write_text(reason)
             temporary.replace(self.pause_file)
+
+    @property
+    def hold_file(self) -> Path:
+        """As the pause file; an operator follows the engine that starts."""
+        return self.path / "hold"
+
+    def set_hold(self, on: bool) -> None:
+        """Keep the sidecar from idling out, or no longer. Does nothing when nothing changes."""
+        # A disk that refuses costs this protection and nothing else.
+        with contextlib.suppress(OSError):
+            if not on:
+                self.hold_file.unlink(missing_ok=True)
+            elif not self.hold_file.exists():
+                self.hold_file.touch(0o600)
 
     @property
     def longest_socket_path(self) -> int:

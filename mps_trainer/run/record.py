@@ -119,9 +119,15 @@ class RunPaths:
         """Held by `mps-trainer run`: its drop ends the run."""
         return self.run_file.with_suffix(".owner.lock")
 
+    @property
+    def successor_file(self) -> Path:
+        """There while the supervisor ends a sidecar to start another one: then the run's channels have to stay."""
+        return self.run_file.with_suffix(".successor")
+
     def remove(self) -> None:
         """Delete the run's files from the state folder; the run folder with its results stays."""
-        for path in (self.run_file, self.supervisor_lock, self.sidecar_lock, self.owner_lock):
+        locks = (self.supervisor_lock, self.sidecar_lock, self.owner_lock)
+        for path in (self.run_file, *locks, self.successor_file):
             path.unlink(missing_ok=True)
 
 

@@ -108,12 +108,21 @@ class Ending:
         self._last_alive = time.monotonic()
         self._patience_s = self._idle_timeout_s
 
+    def engine_seen(self) -> None:
+        """An engine that joined is starting: the idle time starts again, and its operator gets what time it had."""
+        self._last_alive = time.monotonic()
+
     def is_asked(self) -> bool:
         """Whether a signal came or the supervisor is gone. Cheap: asked after every training step."""
         if not is_held(self._paths.supervisor_lock):
             self.orphaned = True
             self.reason = self.reason or "the supervisor is gone (its lock has dropped)"
         return bool(self.reason)
+
+    @property
+    def is_of_the_run(self) -> bool:
+        """Whether no sidecar follows, as far as is known: then nobody will read what dead operators left."""
+        return self.orphaned or not self._paths.successor_file.exists()
 
     def check(self) -> bool:
         """Whether there is a reason to end; idling is one too, so ask only where operators were looked for."""

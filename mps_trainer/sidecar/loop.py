@@ -102,7 +102,7 @@ class Sidecar:
         _log.info("ending: %s", self._ending.reason)
         self._drain()
         self._set_state(State.STOPPED)
-        self._hub.close(unlink=True)
+        self._hub.close(unlink=self._ending.is_of_the_run)
 
     def _must_stop(self) -> bool:
         return self._ending.is_asked() or self._pause.is_on
@@ -129,7 +129,7 @@ class Sidecar:
         self._note.close()
         self._journal.close()
         self._metrics.close()
-        self._hub.close(unlink=unlink)
+        self._hub.close(unlink=unlink and self._ending.is_of_the_run)
         if self._ring is not None:
             self._ring.close()
 
@@ -233,6 +233,8 @@ class Sidecar:
         for producer in self._hub.producers():
             if producer.alive:
                 self._ending.operator_seen()
+        if self._pause.engine_is_starting:
+            self._ending.engine_seen()
         self._dropped.reap()
         if time.monotonic() - self._status_saved > _STATUS_S:
             self._save_status()

@@ -10,7 +10,7 @@ import pytest
 
 from mps_trainer.launcher.autopsy import Autopsy
 from mps_trainer.run import State, Status, exit_codes
-from mps_trainer.run.doing import DoingFile, RecordRef, Stage
+from mps_trainer.run.doing import DoingFile, RecordRef, Stage, read_doing
 from mps_trainer.run.verdicts import load_verdicts
 
 RECORD = RecordRef("/c", 7, 3, 0, 99)
@@ -39,12 +39,30 @@ def die(run_dir: Path, stage: Stage = Stage.SCORING, record: RecordRef | None = 
 )
 def test_the_first_death(tmp_path: Path, code: int, options: dict[str, bool], condemned: bool) -> None:
     die(tmp_path)
-    told = Autopsy(tmp_path).judge(code, **options)
+    hung = read_doing(tmp_path) if options else None
+    told = Autopsy(tmp_path).judge(code, hung=hung)
     assert "record 7 of request 3 of /c (experiences a, b): set aside" in told
     [verdict] = load_verdicts(tmp_path)
     assert (verdict.condemned, verdict.deaths, verdict.subject.record) == (condemned, 1, RECORD)
     # Nobody is blamed twice for one death.
     assert Autopsy(tmp_path).judge(code) == ""
+
+
+def test_a_hang_is_blamed_on_what_was_in_work_when_it_was_found(tmp_path: Path) -> None:
+    die(tmp_path)
+    hung = read_doing(tmp_path)
+    die(tmp_path, record=RecordRef("/c", 8, 3, 0, 99))
+    Autopsy(tmp_path).judge(-signal.SIGKILL, hung=hung)
+    assert [v.subject.record for v in load_verdicts(tmp_path)] == [RECORD]
+
+
+def test_one_that_went_on_when_it_was_asked_to_end_was_slow_and_nobody_is_blamed(tmp_path: Path) -> None:
+    die(tmp_path)
+    told = Autopsy(tmp_path).judge(exit_codes.CRASHED, hung=read_doing(tmp_path), only_slow=True)
+    assert "record 7" in told
+    assert "too slow for hang_timeout, nothing set aside" in told
+    assert load_verdicts(tmp_path) == []
+    assert read_doing(tmp_path) is None
 
 
 def test_two_kills_from_outside_over_one_record_are_enough_and_over_two_are_not(tmp_path: Path) -> None:
@@ -89,6 +107,23 @@ def test_a_task_error_and_a_death_without_a_note_decide_nothing(tmp_path: Path) 
     die(tmp_path)
     assert Autopsy(tmp_path).judge(exit_codes.TASK_FAILED) == ""
     assert load_verdicts(tmp_path) == []
+
+
+def test_a_full_disk_costs_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    autopsy = Autopsy(tmp_path)
+    for seq, full in ((1, True), (2, False)):
+        die(tmp_path, record=RecordRef("/c", seq, 3, 0, 99))
+        with monkeypatch.context() as patch:
+            if full:
+                patch.setattr(
+                    "mps_trainer.launcher.autopsy.save_verdicts", lambda *_: Path("/dev/full").write_text("x")
+                )
+            autopsy.judge(-signal.SIGSEGV)
+        assert len(load_verdicts(tmp_path)) == (0 if full else 2)
+    assert "record 1 of request 3" in caplog.text
+    assert "No space left" in caplog.text
 
 
 def test_a_damaged_file_of_verdicts_is_none(tmp_path: Path) -> None:

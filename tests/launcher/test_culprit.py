@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,21 @@ def test_a_fault_is_told_once(share: GpuShare, tmp_path: Path) -> None:
     share.sidecar_has_ended(SIDECAR)
     assert share.sidecar_has_ended(SIDECAR) == ""
     assert not share.others_fault
+
+
+def test_a_fault_that_did_not_tear_the_sidecar_down_does_not_excuse_its_batch(share: GpuShare) -> None:
+    write_log(share, LOG.format(ENGINE, 5000))
+    assert f"process {ENGINE} for a fatal GPU error" in share.sidecar_has_ended(SIDECAR)
+    assert not share.others_fault
+
+
+def test_what_the_server_writes_a_moment_after_the_death_counts(share: GpuShare) -> None:
+    head, tail = LOG.format(ENGINE, SIDECAR).splitlines(keepends=True)
+    write_log(share, head)
+    late = threading.Timer(0.3, write_log, (share, tail))
+    late.start()
+    told = share.sidecar_has_ended(SIDECAR, saw_fault=True)
+    late.join()
+    assert told.count(f"process {ENGINE}") == 1
+    assert share.others_fault
+    assert share.sidecar_has_ended(SIDECAR) == ""

@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from launcher_helpers import wait_for
 
+from mps_trainer.launcher import process
 from mps_trainer.launcher.process import Ended, ProcessIdentity, describe_exit, spawn, stop, stop_identity
 from mps_trainer.launcher.ray_cluster import stop_tree
 
@@ -34,6 +36,37 @@ def test_a_stubborn_child_is_stopped_then_killed(tmp_path: Path) -> None:
     assert stop(child, grace_s=0.2, gpu_drain_s=0.3) is Ended.KILLED
     assert child.returncode == -signal.SIGKILL
     assert 0.5 <= time.monotonic() - started < 5
+
+
+def test_a_child_that_outlives_sigkill_is_not_waited_for_without_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As one in the hands of a driver (state D), which nobody can make without one.
+    child = python(STUBBORN, tmp_path / "log")
+    wait_for(lambda: (tmp_path / "log").read_text(), "the child")
+    monkeypatch.setattr(process, "KILL_SECONDS", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "kill", lambda: None)
+        assert stop(child, grace_s=0.2) is Ended.STILL_ALIVE
+    assert stop(child, grace_s=0) is Ended.KILLED
+
+
+def test_a_child_that_deserves_more_time_gets_it(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(15, lambda *_: (time.sleep(0.6), exit(0))); print(1, flush=True)"
+    child = python(f"{code}; time.sleep(60)", tmp_path / "log")
+    wait_for(lambda: (tmp_path / "log").read_text(), "the child")
+    assert stop(child, grace_s=0.2, more_s=lambda: 20.0) is Ended.BY_ITSELF
+    assert child.returncode == 0
+
+
+def test_a_name_that_is_no_text_hides_no_process(tmp_path: Path) -> None:
+    code = r"import ctypes, time; ctypes.CDLL(None).prctl(15, b'k\xc3'); print(1, flush=True); time.sleep(60)"
+    child = python(code, tmp_path / "log")
+    wait_for(lambda: (tmp_path / "log").read_text(), "the child")
+    assert b"k\xc3" in Path(f"/proc/{child.pid}/stat").read_bytes()
+    assert ProcessIdentity.of(child.pid) is not None
+    child.kill()
+    child.wait()
 
 
 def test_another_process_with_the_same_pid_is_left_alone(tmp_path: Path) -> None:

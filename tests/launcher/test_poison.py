@@ -99,6 +99,23 @@ def test_the_batch_is_set_aside_and_named_and_later_ones_are_trained_on(
     print(f"{task} in {where}: {seconds:.1f} s to the successor, {status.last_death}")
 
 
+def test_one_that_is_only_slow_drains_and_nothing_is_set_aside(poisoned: Callable[..., RunHandle]) -> None:
+    run = poisoned("Slow", "score", hang_timeout="4s", steps_per_batch=1, batch_size=8, probation="off")
+    with open_channel(run) as channel:
+        channel.send(rows(["slow", "beside"], marked="slow"), request_id=1, want_scores=True)
+        for number in range(2, 7):
+            channel.send(rows([f"good{number}", f"fine{number}"]), request_id=number, want_scores=True)
+        wait_for(lambda: run.status().restarts == 1, "the restart", 90)
+        wait_for(lambda: run.status().batches == 6, "all six batches", 60)
+        status = run.status()
+    assert "it hung for 4 s" in status.last_death
+    assert "(experiences slow, beside), and went on" in status.last_death
+    assert "too slow for hang_timeout, nothing set aside" in status.last_death
+    assert (status.set_aside, kept(run), (run.run_dir / "verdicts.json").exists()) == (0, [], False)
+    assert status.experiences == 12
+    assert run.stop() is Ended.BY_ITSELF
+
+
 def test_many_kinds_of_poison_do_not_come_back_after_a_checkpoint(poisoned: Callable[..., RunHandle]) -> None:
     run = poisoned("Aborts", "loss", steps_per_batch=1, batch_size=4, checkpoint_every=2)
     with open_channel(run) as channel:

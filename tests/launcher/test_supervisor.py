@@ -359,3 +359,92 @@ def test_a_supervisor_by_hand_takes_the_locks_itself(write_config: Write, fake: 
     assert "already holds" in second.stderr
     assert run.paths.run_file.exists()
     run.stop()
+
+
+def with_error(monkeypatch: pytest.MonkeyPatch, where: str, error: str) -> None:
+    """A supervisor of which `where` raises once the file `break` is in the run folder."""
+    code = f"""
+import sys
+from mps_trainer.errors import PlacementError
+from mps_trainer.launcher import supervisor as module
+usual = module.{where}
+def broken(self, *args, **options):
+    if (self._run_dir / "break").exists():
+        raise {error}
+    return usual(self, *args, **options)
+module.{where} = broken
+sys.exit(module.main())
+"""
+    monkeypatch.setattr(up, "SUPERVISOR_COMMAND", (sys.executable, "-c", code))
+
+
+@pytest.mark.parametrize(
+    "error", ["FileNotFoundError(2, 'no such binary')", "PlacementError('no answer', 'ask again')"]
+)
+def test_an_error_of_the_supervisor_ends_the_sidecar_in_order_and_the_run_says_why(
+    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    with_error(monkeypatch, "Watchdog.look", error)
+    run = start(write_config(), fake("good"))
+    (run.run_dir / "break").touch()
+    assert run.supervisor.wait(20) == 1
+    assert fake_log(run.run_dir)[1:] == ["SIGTERM", "saved"]
+    assert run.status().state is State.FAILED
+    assert ("no such binary" in run.status().error) == ("no such" in error)
+    assert ("no answer\n  What to do: ask again" in run.status().error) == ("no answer" in error)
+    assert "Traceback" in (run.run_dir / "supervisor.log").read_text()
+    assert list_runs() == []
+
+
+def test_an_error_of_the_supervisor_before_ready_is_told_at_up(
+    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import sys; from mps_trainer.launcher import supervisor as m; "
+        "m.SidecarProcess.read_answers = lambda self: 1 / 0; sys.exit(m.main())"
+    )
+    monkeypatch.setattr(up, "SUPERVISOR_COMMAND", (sys.executable, "-c", code))
+    with pytest.raises(RunError, match="the supervisor failed: ZeroDivisionError") as caught:
+        start(write_config(), fake("good"))
+    assert "supervisor.log" in caught.value.todo
+    assert list_runs() == []
+
+
+def test_a_full_disk_costs_the_status_and_not_the_run(
+    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; from mps_trainer.run import Status; "
+        "Status.save = lambda *_: Path('/dev/full').write_text('x'); "
+        "from mps_trainer.launcher import supervisor as m; sys.exit(m.main())"
+    )
+    monkeypatch.setattr(up, "SUPERVISOR_COMMAND", (sys.executable, "-c", code))
+    run = start(write_config(), fake("good"))
+    kill(run.sidecar_pid, signal.SIGKILL)
+    wait_for(lambda: len([line for line in fake_log(run.run_dir) if line.startswith("start")]) == 2, "a second sidecar")
+    assert run.stop() is Ended.BY_ITSELF
+    assert "status.json does not say restarting" in (run.run_dir / "supervisor.log").read_text()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_sidecar_that_outlives_sigkill_is_reported_and_not_waited_for(
+    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    # As one in the hands of a driver; here nobody sends the signal.
+    code = (
+        "import subprocess, sys; from mps_trainer.launcher import process, supervisor as m; "
+        "process.KILL_SECONDS = 0.3; subprocess.Popen.kill = lambda self: None; "
+        f"m.Watchdog.look = lambda *_, **__: {'' if asked else 'it hung'!r}; sys.exit(m.main())"
+    )
+    monkeypatch.setattr(up, "SUPERVISOR_COMMAND", (sys.executable, "-c", code))
+    run = start(write_config(), fake("stubborn"), grace_s=0.5)
+    if asked:
+        run.supervisor.send_signal(signal.SIGTERM)
+    assert run.supervisor.wait(20) == 1
+    # The status is the stand-in's, which has ended in order since.
+    said = (run.run_dir / "supervisor.log").read_text()
+    assert f"process {run.sidecar_pid} is still there" in said
+    assert "the kernel does not let it go" in said
+    assert "Traceback" not in said
+    assert len([line for line in fake_log(run.run_dir) if line.startswith("start")]) == 1
+    wait_for(lambda: not is_alive(run.sidecar_pid), "the end of the sidecar")

@@ -61,7 +61,29 @@ def test_without_a_beat_it_hangs_and_its_stacks_are_in_the_log(
     said = look_for(1, dog, child, clock)
     assert said == "it hung for 10 s (hang_timeout); its stacks are in sidecar.log"
     wait_for(lambda: "most recent call first" in (tmp_path / "sidecar.log").read_text(), "the stacks")
-    assert (dog.found, dog.grace_s(30)) == (True, HUNG_GRACE_S)
+    assert (dog.found is not None, dog.grace_s(30), dog.more_s(30), dog.was_only_slow) == (True, HUNG_GRACE_S, 0, False)
+    file.beat()
+    assert (dog.grace_s(30), dog.more_s(30), dog.was_only_slow) == (HUNG_GRACE_S, 30 - HUNG_GRACE_S, True)
+
+
+def test_one_that_goes_on_while_its_stacks_are_taken_does_not_hang(
+    tmp_path: Path, child: subprocess.Popen[bytes], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, dog = DoingFile(tmp_path, 1), Watchdog(tmp_path, 10)
+    monkeypatch.setattr(dog, "_dump_stacks", lambda _: file.beat())
+    assert look_for(12, dog, child, clock) == ""
+    assert dog.found is None
+
+
+def test_a_log_that_somebody_removed_is_no_reason_to_end(
+    tmp_path: Path, child: subprocess.Popen[bytes], clock: Clock
+) -> None:
+    DoingFile(tmp_path, 1)
+    (tmp_path / "sidecar.log").unlink()
+    monotonic = clock.monotonic
+    clock.monotonic = lambda: setattr(clock, "now", clock.now + 0.2) or monotonic()  # type: ignore[method-assign]
+    dog = Watchdog(tmp_path, 10)
+    assert any(dog.look(child) for _ in range(200))
 
 
 def test_time_in_which_nobody_looked_does_not_count(

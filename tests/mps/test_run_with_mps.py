@@ -16,6 +16,7 @@ from mps_trainer.launcher.process import ProcessIdentity
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.lease import take_gpu
+from mps_trainer.mps.summons import EngineRequest, EngineSession
 from mps_trainer.run import State
 
 
@@ -111,3 +112,19 @@ def test_run_whose_recorded_gpu_is_not_known_yet_takes_an_idle_one_for_probation
     run_dir = tmp_path / "ckpt" / "lab" / "run.mps-trainer" / "latest"
     assert "on cuda:1, which is idle; no engine has named a GPU yet" in (run_dir / "supervisor.log").read_text()
     nothing_is_left(run_dir.resolve().name)
+
+
+def test_sidecar_is_told_to_stay_while_a_fake_engine_starts_on_the_recorded_gpu(start):
+    run = start("cuda:0", 1)
+    folder = mps_folder(run.record.run_id)
+    assert not folder.hold_file.exists()
+    session = EngineSession(folder.summons_socket, EngineRequest((UUIDS[0],), "rollout"), 10.0)
+    assert session.answer.join
+    assert folder.hold_file.exists()
+    begin = time.monotonic()
+    wait_for(lambda: time.monotonic() - begin > 1.2 and folder.hold_file.exists())
+    session.tell("ready")
+    wait_for(lambda: not folder.hold_file.exists())
+    session.close()
+    run.stop()
+    nothing_is_left(run.record.run_id)

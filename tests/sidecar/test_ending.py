@@ -16,7 +16,7 @@ from real_sidecar import SMALL_TASK, Run, token_rows
 
 from mps_trainer.run import State
 from mps_trainer.run.exit_codes import CRASHED, FINAL, OK
-from mps_trainer.transport import OperatorChannel
+from mps_trainer.transport import OperatorChannel, leftovers
 
 CHANGED = (sys.executable, str(Path(__file__).parent / "changed.py"))
 NUM_BATCHES = 6
@@ -96,6 +96,20 @@ def test_ready_comes_before_the_journal_is_replayed_and_an_end_amid_that_loses_n
         end(third, 20)
     assert (run.status().version, run.status().batches, run.status().experiences) == (12, 6, 240)
     assert_same_weights(newest_weights(run.run_dir), train_plainly(run.settings, batches))
+
+
+def test_an_end_before_a_successor_leaves_it_the_names_and_the_last_end_leaves_none(make_run: Any) -> None:
+    run = make_run()
+    with run.channel() as channel:
+        child, _ = run.start()
+        run.wait_for_attach(channel)
+    run.paths.successor_file.touch()
+    end(child, 20)
+    assert leftovers(run.run_id) != []
+    child, _ = run.start()
+    run.paths.successor_file.unlink()
+    end(child, 20)
+    assert leftovers(run.run_id) == []
 
 
 def test_a_record_that_the_journal_refuses_goes_to_the_successor(make_run: Any) -> None:

@@ -1,9 +1,11 @@
 """The real process is paused: it takes nothing, and goes on where it was."""
 
 import signal
+import subprocess
 import time
 
 import numpy as np
+import pytest
 from real_sidecar import token_rows
 
 from mps_trainer.mps.folder import mps_folder
@@ -24,6 +26,28 @@ def wait_for_state(run, state, timeout_s=20.0):
     while run.status().state is not state:
         assert time.monotonic() < end, run.status()
         time.sleep(0.02)
+
+
+def test_a_sidecar_does_not_end_for_idling_while_an_engine_starts(make_run):
+    run = make_run(idle_timeout=0.5)
+    folder = mps_folder(run.record.run_id)
+    folder.path.mkdir(parents=True)
+    try:
+        with run.channel() as channel:
+            child, _ = run.start()
+            run.wait_for_attach(channel)
+            folder.set_hold(True)
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(1.5)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(2.5)
+        # Its end takes longer than that; its decision does not.
+        assert "ending:" not in run.log()
+        folder.set_hold(False)
+        assert child.wait(10) == OK
+    finally:
+        folder.remove()
+    assert "no operator for 0.5 s (idle_timeout)" in run.log()
 
 
 def test_a_paused_sidecar_neither_scores_nor_trains_and_goes_on_afterwards(make_run):
