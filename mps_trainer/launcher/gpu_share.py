@@ -27,9 +27,9 @@ from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.lease import take_gpu
 from mps_trainer.mps.nvml import GpuFacts, GpuProcess, read_processes
 from mps_trainer.mps.placement import GpuPlacement
-from mps_trainer.mps.process import ProcessIdentity
 from mps_trainer.mps.summons import EngineAnswer, EngineRecord, EngineRequest, SummonsServer
 from mps_trainer.run import HeldLock, RunRecord
+from mps_trainer.run.process import ProcessIdentity
 
 log = logging.getLogger("mps_trainer.supervisor")
 

@@ -16,10 +16,11 @@ from launcher_helpers import FAKE_SIDECAR, is_alive, kill, wait_for
 from mps_trainer.config import Settings
 from mps_trainer.errors import AlreadyRunningError, MpsTrainerError, RunError
 from mps_trainer.launcher import run_locks, up
-from mps_trainer.launcher.process import Ended, ProcessIdentity
+from mps_trainer.launcher.process import Ended
 from mps_trainer.launcher.runs import end_runs, list_runs, select_runs
 from mps_trainer.launcher.up import RunHandle, prepare, start_run
 from mps_trainer.run import HeldLock, RunRecord, State, Status, is_held, new_run_id, run_paths, try_hold
+from mps_trainer.run.process import ProcessIdentity
 
 Write = Callable[..., Path]
 Fake = Callable[[str], list[str]]

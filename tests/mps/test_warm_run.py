@@ -16,12 +16,12 @@ import pytest
 from mps_helpers import HERE, UUIDS, join, nothing_is_left, supervisor_log, wait_for
 
 from mps_trainer.errors import RunError
-from mps_trainer.launcher.process import ProcessIdentity
 from mps_trainer.launcher.runs import end_runs, list_runs
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.placement import GpuPlacement
 from mps_trainer.run import State, is_held
 from mps_trainer.run.doing import DoingFile
+from mps_trainer.run.process import ProcessIdentity
 
 
 def kill_the_waiting(run, restarts):
