@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 from mps_trainer.run import RunRecord, State, Status
+
+log = logging.getLogger("mps_trainer.supervisor")
 
 
 class RunStatus:
@@ -30,4 +33,8 @@ class RunStatus:
         status = self.load() or Status(run_id=self._record.run_id, device=self._record.device)
         status = replace(status, state=state, pid=0, restarts=restarts, error=error)
         status.last_death = last_death or status.last_death
-        status.save(self._run_dir)
+        try:
+            status.save(self._run_dir)
+        except OSError as error:
+            # A full disk is no reason to leave a sidecar and a daemon without their supervisor.
+            log.error("cannot write the status %s (%s): %s", state.value, error.strerror, status.error)

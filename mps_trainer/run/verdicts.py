@@ -7,11 +7,15 @@ Maker: the supervisor, between two lives. Eater: the next sidecar, which sets as
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mps_trainer.run.doing import RecordRef, Stage, Subject
+from mps_trainer.run.private_files import write_private
+
+log = logging.getLogger(__name__)
 
 _FILE = "verdicts.json"
 
@@ -34,18 +38,21 @@ class Verdict:
 
 
 def load_verdicts(run_dir: Path) -> list[Verdict]:
-    """All verdicts of the run, oldest first; none when there is no file, or one that nobody of us wrote."""
+    """All verdicts of the run, oldest first; none when there is no file that we wrote and can read."""
     try:
         return [_verdict(item) for item in json.loads((run_dir / _FILE).read_text())]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def save_verdicts(run_dir: Path, verdicts: list[Verdict]) -> None:
-    """Replace the file by rename."""
-    temporary = run_dir / f"{_FILE}.tmp"
-    temporary.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
-    temporary.replace(run_dir / _FILE)
+def save_verdicts(run_dir: Path, verdicts: list[Verdict]) -> bool:
+    """Replace the file by rename; False when the disk refuses, which costs the verdicts and not the run."""
+    try:
+        write_private(run_dir / _FILE, json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
+    except OSError as error:
+        log.error("cannot write %s: %s; a successor may die of the same", run_dir / _FILE, error.strerror)
+        return False
+    return True
 
 
 def _verdict(item: dict[str, Any]) -> Verdict:
