@@ -7,15 +7,12 @@ Maker: the supervisor, between two lives. Eater: the next sidecar, which sets as
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mps_trainer.run.doing import RecordRef, Stage, Subject
 from mps_trainer.run.private_files import write_private
-
-log = logging.getLogger(__name__)
 
 _FILE = "verdicts.json"
 
@@ -45,14 +42,9 @@ def load_verdicts(run_dir: Path) -> list[Verdict]:
         return []
 
 
-def save_verdicts(run_dir: Path, verdicts: list[Verdict]) -> bool:
-    """Replace the file by rename; False when the disk refuses, which costs the verdicts and not the run."""
-    try:
-        write_private(run_dir / _FILE, json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
-    except OSError as error:
-        log.error("cannot write %s: %s; a successor may die of the same", run_dir / _FILE, error.strerror)
-        return False
-    return True
+def save_verdicts(run_dir: Path, verdicts: list[Verdict]) -> None:
+    """Replace the file by rename; OSError when the disk refuses, and then the old one stands."""
+    write_private(run_dir / _FILE, json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
 
 
 def _verdict(item: dict[str, Any]) -> Verdict:
