@@ -125,9 +125,12 @@ class SidecarProcess:
         return ended
 
     def log_tail(self, num_lines: int = 12) -> str:
-        """The last lines of its log, for a message."""
-        with self.log.open(errors="replace") as file:
-            return "".join(deque(file, num_lines)).strip()
+        """The last lines of its log, for a message; "" when somebody has removed it."""
+        try:
+            with self.log.open(errors="replace") as file:
+                return "".join(deque(file, num_lines)).strip()
+        except OSError:
+            return ""
 
     def close(self) -> None:
         """Close both pipes, once it has ended: a live one that waits would take it for our death."""

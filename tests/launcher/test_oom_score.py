@@ -69,6 +69,8 @@ def test_a_sidecar_is_taken_first_but_not_one_beside_an_engine(
         prefer_in_oom(os.getpid(), (0,))
     try:
         wait_for(lambda: score(sidecar.pid) in wanted, "the score")
+        sidecar.log.unlink()
+        assert sidecar.log_tail() == ""
     finally:
         sidecar.stop(5)
 
