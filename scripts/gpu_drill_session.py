@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 from gpu_drill_supervisor import KEEP
-from gpu_lab import SCRIPTS
+from gpu_lab import SCRIPTS, kill_drained
 from gpu_real_run import Feeding, prepare_environment, status_of, trains, wait_for, write_config
 
 from mps_trainer.launcher import up
 from mps_trainer.mps.folder import mps_folder
-from mps_trainer.mps.process import ProcessIdentity
 from mps_trainer.run import State, is_held, new_run_id, run_paths
+from mps_trainer.run.process import ProcessIdentity
 
 # Of the supervisor; the short one is for a hang, which is killed after it.
 GRACE_S, HANG_GRACE_S = 20.0, 3.0
@@ -102,7 +102,7 @@ class Session:
             identity = ProcessIdentity.of(sidecar.pid) if sidecar and sidecar.pid else None
             # The lock proves that a sidecar of this run lives, whoever has its old PID.
             if identity is not None and is_held(run_paths(self.run_id).sidecar_lock) and not identity.wait(15):
-                identity.kill_drained()
+                kill_drained(identity)
             self.run = None
         if self.owner is not None:
             self.owner.kill()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from gpu_drill_ways import ALL, LIMIT, OURS, beats
-from gpu_lab import DEVICE, Counter, Job, PopenLike, WarmParent
+from gpu_lab import DEVICE, Counter, Job, PopenLike, WarmParent, kill_drained
 
 from mps_trainer.errors import PlacementError
 from mps_trainer.launcher.process import GPU_DRAIN_SECONDS, stop
@@ -149,7 +149,7 @@ class Lane:
             offender.process.wait(1.5)  # long enough for a launch queue to fill
             if way == "hang-stop":
                 return self._stop(offender, HANG_GRACE_S)
-            offender.process.kill_drained()
+            kill_drained(offender.process)
         return ""
 
     @staticmethod

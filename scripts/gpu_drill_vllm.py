@@ -33,7 +33,7 @@ from mps_trainer.errors import MpsTrainerError
 from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.launcher.runs import end_runs, list_runs
 from mps_trainer.mps.control import MpsDaemon
-from mps_trainer.mps.process import ProcessIdentity
+from mps_trainer.run.process import ProcessIdentity
 
 BY_TASK = ("exit", "assert", "exception", "nan", "oom")
 # In this order, so that a budget that ends early cuts the least: what the supervisor restarts comes cheapest.

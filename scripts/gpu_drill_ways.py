@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 from gpu_lab import DEVICE, LARGE, Counter
+from gpu_work_bound import WorkBound, measure_step_ms
 from torch import nn
 
 from mps_trainer.errors import TaskError
 from mps_trainer.run import is_held, try_hold
-from mps_trainer.sidecar.gpu.safe_end import SafeEnd, WorkBound, measure_step_ms
+from mps_trainer.sidecar.gpu.safe_end import SafeEnd
 
 GIB = 2**30
 LIMIT = 8 * GIB

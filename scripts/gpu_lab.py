@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from mps_trainer.mps.nvml import GpuFacts, read_nvml
-from mps_trainer.mps.process import ProcessIdentity
+from mps_trainer.run.process import ProcessIdentity
 
 SCRIPTS = Path(__file__).parent
 # Another device is for trying the scripts out where there is no GPU.
@@ -34,6 +34,18 @@ DEVICE = os.environ.get("GPU_LAB_DEVICE", "cuda:0")
 # On a machine with several GPUs: the one to use, by NVML's index; the others are somebody else's.
 ONLY_GPU = os.environ.get("GPU_LAB_GPU", "")
 LARGE = 64 if DEVICE == "cpu" else 8192
+
+
+def kill_drained(process: ProcessIdentity, drain_s: float = 2.5) -> bool:
+    """Stop a process, give the GPU `drain_s` seconds to finish what it has queued, then kill it.
+
+    A client of MPS that is killed with much work queued takes the clients beside it along; a stopped one queues
+    nothing more. False when it was gone already.
+    """
+    if not process.send(signal.SIGSTOP):
+        return False
+    process.wait(drain_s)
+    return process.send(signal.SIGKILL)
 
 
 class Counter:
@@ -102,7 +114,7 @@ class Job:
         """Wait for the job and return what it returned; a RuntimeError tells how it ended otherwise."""
         status = self.wait(timeout_s)
         if status is None:
-            self.process.kill_drained(1.0)
+            kill_drained(self.process, 1.0)
             status = self.wait(10.0)
             raise RuntimeError(f"no result within {timeout_s} s (killed, {status})")
         text = self.result_path.read_text()

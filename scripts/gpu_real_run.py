@@ -24,8 +24,8 @@ from mps_trainer.launcher.neighbours import SERVER_NAME
 from mps_trainer.launcher.process_titles import command_line
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import all_mps_folders, mps_folder
-from mps_trainer.mps.process import is_descendant
 from mps_trainer.run import RunRecord, State, Status, is_held, run_paths
+from mps_trainer.run.process import is_descendant
 from mps_trainer.tasks import wire_columns
 from mps_trainer.transport import OperatorChannel, RingSettings
 from mps_trainer.transport.sweep import remove_run

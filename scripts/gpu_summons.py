@@ -30,7 +30,7 @@ from mps_trainer.launcher.runs import RunView, end_runs, list_runs
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import all_mps_folders, mps_folder
 from mps_trainer.mps.nvml import GpuFacts
-from mps_trainer.mps.process import ProcessIdentity
+from mps_trainer.run.process import ProcessIdentity
 
 CONFIG = """\
 mode: explore

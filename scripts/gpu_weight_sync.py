@@ -151,7 +151,7 @@ async def drive(work: Path, run: Run, namespace: str, layers: int, rounds: int) 
 
     from mps_trainer.mps.control import MpsDaemon
     from mps_trainer.mps.folder import all_mps_folders
-    from mps_trainer.mps.process import is_descendant
+    from mps_trainer.run.process import is_descendant
 
     model_cls, sender_cls = actors()
     ((_, folder),) = all_mps_folders()

@@ -8,7 +8,6 @@ value ("8GiB", "50ms").
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -172,10 +171,6 @@ class Settings(_Section):
     def dump(self) -> dict[str, Any]:
         """Plain JSON values of every setting, sizes in bytes and durations in seconds."""
         return self.model_dump(mode="json")
-
-    def save(self, path: Path) -> None:
-        """Write the resolved settings as JSON."""
-        path.write_text(json.dumps(self.dump(), indent=2) + "\n")
 
 
 def load_settings(args: Mapping[str, Any]) -> Settings:

@@ -2,7 +2,7 @@
 
     how it died                                                       the experiences in work are
     a crash of its own (SIGSEGV, SIGABRT, ...), a fault of the GPU    set aside
-    a hang (`watchdog.py`), an exit that nobody asked for             set aside
+    a hang (`watchdog.py`), an exit code that is none of ours         set aside
     SIGKILL or SIGTERM from outside, the OOM killer, an error of ours set aside the second time
     a fault of the GPU that another process caused                    not to blame
     seemed to hang, and went on when it was asked to end              not to blame: it was slow
@@ -70,7 +70,7 @@ class Autopsy:
         why = f" ({cause.splitlines()[0].partition(' (experiences')[0]})" if code == exit_codes.GPU_FAULT else ""
         if not verdict.condemned:
             return f"; it was {found}: set aside if that happens again"
-        log.error("set aside after %d deaths: %s", verdict.deaths, found)
+        log.error("set aside after %d death%s: %s", verdict.deaths, "s" if verdict.deaths > 1 else "", found)
         return f"{why}; it was {found}: set aside"
 
     def _count(self, found: Doing, subject: Subject, cause: str, at_once: bool) -> Verdict:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mps_trainer.launcher.memory_plan import ENGINE_EXTRA, MemoryPlan
-from mps_trainer.mps.process import ProcessIdentity
 from mps_trainer.mps.summons import EngineRecord, EngineRequest
+from mps_trainer.run.process import ProcessIdentity
 
 log = logging.getLogger("mps_trainer.supervisor")
 

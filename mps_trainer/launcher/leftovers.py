@@ -23,7 +23,7 @@ from mps_trainer.errors import TransportError
 from mps_trainer.mps.sweep import sweep_daemons
 from mps_trainer.run import RunPaths, is_held, is_run_alive, run_paths, state_dir
 from mps_trainer.transport import layout, names
-from mps_trainer.transport.locks import LockFile
+from mps_trainer.transport.locks import LockFile, private_lock_file
 
 SHM = Path(names.SHM_DIR)
 RAY_FOLDERS = Path("/tmp/mpst-ray-*")  # short, because Ray puts Unix sockets in there
@@ -143,37 +143,19 @@ def _shm_objects() -> list[_ShmObject]:
     return sorted(found, key=lambda item: not item.is_segment)
 
 
-@contextlib.contextmanager
-def _lock_file(path: Path) -> Iterator[LockFile | None]:
-    """The locks of an object; None when it is gone, or none of ours."""
-    try:
-        file = LockFile(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
-    except OSError:
-        yield None
-        return
-    try:
-        names.check_private_file(os.fstat(file.fd), str(path))
-    except TransportError:
-        yield None
-    else:
-        yield file
-    finally:
-        file.close()
-
-
 def _is_bell_in_use(run_id: str) -> bool:
-    with _lock_file(Path(names.semaphore_path(names.bell_name(run_id)))) as file:
+    with private_lock_file(names.semaphore_path(names.bell_name(run_id))) as file:
         return file is not None and file.held_elsewhere(0)
 
 
 def _is_free(item: _ShmObject) -> bool:
     if item.is_segment:
-        with _lock_file(item.path) as file:
+        with private_lock_file(item.path) as file:
             return file is not None and _is_segment_free(file, item.run_id)
     if item.channel == _BELL:
         return not _is_bell_in_use(item.run_id)
     if item.segment.exists():
-        with _lock_file(item.segment) as file:
+        with private_lock_file(item.segment) as file:
             return file is not None and _is_segment_free(file, item.run_id)
     return _age(item.path) > _UNFINISHED_SECONDS
 
@@ -198,7 +180,7 @@ def _remove_shm(item: _ShmObject) -> None:
         if not item.segment.exists() and _age(item.path) > _UNFINISHED_SECONDS:
             item.path.unlink(missing_ok=True)
         return
-    with _lock_file(item.path) as file:
+    with private_lock_file(item.path) as file:
         if file is None or (item.is_segment and not _is_segment_free(file, item.run_id)):
             return
         if not all(file.try_lock(lock) for lock in (_LIFE_LOCKS if item.is_segment else (0,))):

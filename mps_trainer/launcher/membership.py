@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from mps_trainer.errors import PlacementError
 from mps_trainer.mps.control import MpsDaemon
-from mps_trainer.mps.process import is_descendant
 from mps_trainer.mps.summons import EngineRecord
+from mps_trainer.run.process import is_descendant
 
 log = logging.getLogger("mps_trainer.supervisor")
 

@@ -21,8 +21,8 @@ from mps_trainer.launcher.process_titles import command_line, engine_title, ray_
 from mps_trainer.mps.checks import PLUGINS_VARIABLE
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.nvml import GpuProcess, read_processes
-from mps_trainer.mps.process import ProcessIdentity, is_descendant
 from mps_trainer.mps.summons import EngineRecord
+from mps_trainer.run.process import ProcessIdentity, is_descendant
 
 log = logging.getLogger("mps_trainer.supervisor")
 

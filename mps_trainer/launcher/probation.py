@@ -32,6 +32,7 @@ from mps_trainer.launcher.sidecar_process import sidecar_environment
 from mps_trainer.mps.environment import without_mps
 from mps_trainer.mps.nvml import GpuFacts, NvmlFacts, read_nvml
 from mps_trainer.run import RunRecord, exit_codes
+from mps_trainer.run.private_files import write_private
 
 log = logging.getLogger("mps_trainer.supervisor")
 
@@ -254,7 +255,10 @@ def hold_probation(
             reporter.progress(line)
             log.info("%s", line)
     outcome = {"task": task, "where": place.why, **probation.answer}
-    (Path(record.run_dir) / "probation.json").write_text(json.dumps(outcome, indent=1) + "\n")
+    try:
+        write_private(Path(record.run_dir) / "probation.json", json.dumps(outcome, indent=1) + "\n")
+    except OSError as error:
+        log.warning("cannot write probation.json: %s", error.strerror)
     return refusal
 
 

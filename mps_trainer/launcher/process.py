@@ -8,14 +8,14 @@ client of MPS that dies with work in flight takes its neighbours along; SIGKILL 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+from mps_trainer.run.process import ProcessIdentity
 
 GPU_DRAIN_SECONDS = 2.5  # by then a stopped process has no kernels left on the device
 #: SIGKILL takes effect at once, except on a process that a driver holds in the kernel.
@@ -29,61 +29,6 @@ class Ended(str, Enum):
     BY_ITSELF = "ended when asked"
     KILLED = "killed after it did not end in time"
     STILL_ALIVE = "still alive"
-
-
-@dataclass(frozen=True)
-class ProcessIdentity:
-    """One process: its PID and its start time in clock ticks since boot."""
-
-    pid: int
-    start_ticks: int
-
-    @classmethod
-    def of(cls, pid: int) -> ProcessIdentity | None:
-        """The process that has this PID now; None when there is none, or only a zombie."""
-        try:
-            # Bytes: a process may give itself a name that is no text.
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        # The second field is the command in parentheses and may hold blanks and parentheses itself.
-        fields = stat.rpartition(b")")[2].split()
-        return None if fields[0] in (b"Z", b"X") else cls(pid, int(fields[19]))
-
-    def is_alive(self) -> bool:
-        """Whether this very process still runs."""
-        return ProcessIdentity.of(self.pid) == self
-
-    def send(self, signal_number: int) -> bool:
-        """Signal this very process; False when it is gone."""
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return False
-        try:
-            # The descriptor pins the process, so what is checked here is what gets the signal.
-            if not self.is_alive():
-                return False
-            signal.pidfd_send_signal(descriptor, signal_number)
-        except ProcessLookupError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until this process is gone, at most `timeout_s`; also for a process that is not our child."""
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return True
-        try:
-            if not self.is_alive():
-                return True
-            ready, _, _ = select.select([descriptor], [], [], max(timeout_s, 0.0))
-        finally:
-            os.close(descriptor)
-        return bool(ready)
 
 
 def spawn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mps_trainer.mps.process import ancestors
+from mps_trainer.run.process import ancestors
 
 
 def command_line(pid: int) -> str:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mps_trainer.errors import AlreadyRunningError, RunError
-from mps_trainer.launcher.process import ProcessIdentity
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, holder_note, state_dir, try_hold
+from mps_trainer.run.process import ProcessIdentity
 
 
 @dataclass(frozen=True)

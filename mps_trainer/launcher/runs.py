@@ -10,9 +10,10 @@ from pathlib import Path
 
 from mps_trainer.errors import RunError
 from mps_trainer.launcher.leftovers import remove_leftovers
-from mps_trainer.launcher.process import Ended, ProcessIdentity, stop_identity
+from mps_trainer.launcher.process import Ended, stop_identity
 from mps_trainer.launcher.run_locks import Holder
 from mps_trainer.run import RunPaths, RunRecord, Status, is_held, live_runs
+from mps_trainer.run.process import ProcessIdentity
 
 # The supervisor waits 30 s for a sidecar that it starts only to drain, and 30 s for the drain; this is a little more.
 DOWN_SECONDS = 75.0

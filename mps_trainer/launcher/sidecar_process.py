@@ -19,7 +19,12 @@ log = logging.getLogger("mps_trainer.supervisor")
 SIDECAR_COMMAND = (sys.executable, "-m", "mps_trainer.sidecar")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _NICE_ON_CPU = 5
-_OOM_SCORE = 500
+# When memory runs out, the kernel should rather take the sidecar than the rollout, whose workers have 1000 from Ray.
+_OOM_SCORES = (1000,)
+# A client of MPS that is killed amid a kernel may take the engine along, so there the kernel should find somebody else
+# first: a tenth of the memory is overlooked, or at least what we inherited (of a shell inside Ray, 1000) is undone. Not
+# more than that: a sidecar whose own memory grows without end must still go before the rollout does.
+_OOM_SCORES_UNDER_MPS = (-100, 0)
 
 
 def sidecar_environment(record: RunRecord, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -133,9 +138,12 @@ class SidecarProcess:
         return self.stop(grace_s, more_s)
 
     def log_tail(self, num_lines: int = 12) -> str:
-        """The last lines of its log, for a message."""
-        with self.log.open(errors="replace") as file:
-            return "".join(deque(file, num_lines)).strip()
+        """The last lines of its log, for a message; "" when somebody has removed it."""
+        try:
+            with self.log.open(errors="replace") as file:
+                return "".join(deque(file, num_lines)).strip()
+        except OSError:
+            return ""
 
     def close(self) -> None:
         """Close both pipes, once it has ended: a live one that waits would take it for our death."""
@@ -146,12 +154,25 @@ class SidecarProcess:
 
     def _yield_to_the_rollout(self) -> None:
         try:
-            # When memory runs out, the kernel should take the sidecar and not the rollout. A client of MPS that dies
-            # with work in flight may take the rollout along, so there the kernel should find somebody else.
-            if self._record.mps != "on":
-                Path(f"/proc/{self.pid}/oom_score_adj").write_text(str(_OOM_SCORE))
+            prefer_in_oom(self.pid, _OOM_SCORES_UNDER_MPS if self._record.mps == "on" else _OOM_SCORES)
             if self._record.device == "cpu":
                 os.setpriority(os.PRIO_PROCESS, self.pid, _NICE_ON_CPU)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
+        except OSError:
             # Already gone, or a container that forbids it; neither is a reason to have no sidecar.
             return
+
+
+def prefer_in_oom(pid: int, scores: Sequence[int]) -> int | None:
+    """Give `pid` the first of the oom_score_adj values that the kernel grants; None when it grants none.
+
+    Raises:
+        OSError: the process is gone.
+    """
+    for score in scores:
+        try:
+            Path(f"/proc/{pid}/oom_score_adj").write_text(str(score))
+        except PermissionError:
+            # Below what a privileged process has set (0, as a rule) only CAP_SYS_RESOURCE may go.
+            continue
+        return score
+    return None

@@ -28,6 +28,7 @@ from mps_trainer.launcher.trinity_config import TrinityConfig, read_trinity_conf
 from mps_trainer.mps.environment import PIPE_VARIABLE
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, Status, new_run_id, run_paths
+from mps_trainer.run.private_files import write_private
 
 SUPERVISOR_COMMAND = (sys.executable, "-m", "mps_trainer.launcher.supervisor")
 # The supervisor reports failures by itself within ready_timeout and the grace of a stop; this is for its silence.
@@ -176,7 +177,8 @@ def _make_record(prepared: Prepared, plan: Plan, run_id: str, owner_lock: Path |
 def _write_run(prepared: Prepared, record: RunRecord, paths: RunPaths, derived: DerivedConfig) -> None:
     run_dir = Path(record.run_dir)
     try:
-        run_dir.mkdir(parents=True)
+        # What is in it, down to whole experiences that are set aside, is for this user alone.
+        run_dir.mkdir(mode=0o700, parents=True)
     except OSError as error:
         raise RunError(
             f"cannot make the run folder {run_dir}: {error.strerror}",
@@ -186,9 +188,9 @@ def _write_run(prepared: Prepared, record: RunRecord, paths: RunPaths, derived: 
         latest = run_dir.with_name(f".latest.{record.run_id}")
         latest.symlink_to(run_dir.name)
         latest.replace(run_dir.with_name("latest"))
-        prepared.settings.save(run_dir / "settings.json")
+        write_private(run_dir / "settings.json", json.dumps(prepared.settings.dump(), indent=2) + "\n")
         record.save(paths.run_file)
-        (run_dir / derived.path.name).write_text(derived.text)
+        write_private(run_dir / derived.path.name, derived.text)
         # Last, since it lies beside the user's YAML: what fails before leaves nothing there.
         derived.write()
     except OSError as error:

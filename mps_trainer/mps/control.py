@@ -12,16 +12,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from mps_trainer.errors import PlacementError
 from mps_trainer.mps.environment import daemon_env
 from mps_trainer.mps.folder import MpsFolder
-from mps_trainer.mps.process import ProcessIdentity
-from mps_trainer.run import try_hold
+from mps_trainer.run import HeldLock, try_hold
+from mps_trainer.run.process import ProcessIdentity
 
 CONTROL_BINARY = "nvidia-cuda-mps-control"
 _PID_FILE = "nvidia-cuda-mps-control.pid"
@@ -69,14 +71,15 @@ class MpsDaemon:
     def __init__(self, folder: MpsFolder, binary: str = CONTROL_BINARY) -> None:
         self.folder = folder
         self._binary = binary
+        self._started: ProcessIdentity | None = None
+        self._faults: list[GpuFault] = []
 
     def find(self) -> ProcessIdentity | None:
         """The running daemon; None when it has not started or has ended."""
-        try:
-            text = (self.folder.pipe_dir / _PID_FILE).read_text().strip()
-        except FileNotFoundError:
-            return None
-        found = ProcessIdentity.of(int(text)) if text.isdigit() else None
+        if self._started is not None and self._started.is_running:
+            return self._started
+        text = _read(self.folder.pipe_dir / _PID_FILE).strip()
+        found = ProcessIdentity.of(int(text)) if text.isdecimal() else None
         # The file outlives a killed daemon, and its PID may be somebody else's by now.
         if found is None or self._binary.rpartition("/")[2] not in _command_line(found.pid):
             return None
@@ -98,22 +101,27 @@ class MpsDaemon:
         if self.find() is not None:
             raise PlacementError(f"an MPS daemon runs in {self.folder.pipe_dir} already", "run `mps-trainer down`")
         # A file and no pipe: the daemon keeps its output open, and a pipe would never end.
-        with (self.folder.log_dir / "start.log").open("wb") as output:
-            done = subprocess.run(
-                [self._binary, "-d"],
-                env=self._env(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                timeout=timeout_s,
-                check=False,
-            )
-        if done.returncode or not _wait_for(lambda: self.find() is not None, timeout_s):
+        try:
+            with (self.folder.log_dir / "start.log").open("wb") as output:
+                done = subprocess.run(
+                    [self._binary, "-d"],
+                    env=self._env(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=timeout_s,
+                    check=False,
+                )
+            how = f"status {done.returncode}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            how = str(error)
+        if how != "status 0" or not _wait_for(lambda: self.find() is not None, timeout_s):
             raise PlacementError(
-                f"the MPS daemon did not start (status {done.returncode}): {self.log_tail('start')}\n"
-                f"{self.log_tail('control')}",
+                f"the MPS daemon did not start ({how}): {self.log_tail('start')}\n{self.log_tail('control')}",
                 "run `mps-trainer doctor`; a container needs the driver's MPS tools and a local /tmp",
             )
+        # Kept, because the PID file may be cleaned away while the daemon goes on.
+        self._started = self.find()
         self.ask("get_server_list", timeout_s)
         found = self.find()
         if found is None:
@@ -126,13 +134,13 @@ class MpsDaemon:
         """Send one command and return what the daemon prints.
 
         Raises:
-            PlacementError: no answer within `timeout_s`, or the daemon is gone.
+            PlacementError: no answer within `timeout_s`, or the daemon, its folder or its binary is gone.
         """
         deadline = time.monotonic() + timeout_s
-        lock = try_hold(self.folder.control_lock, f"pid {os.getpid()}: {command}")
+        lock = self._try_hold(command)
         while lock is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            lock = try_hold(self.folder.control_lock, f"pid {os.getpid()}: {command}")
+            lock = self._try_hold(command)
         if lock is None:
             raise PlacementError(
                 f"another question to the MPS daemon took over {timeout_s:.0f} s", "try again; see `mps-trainer doctor`"
@@ -142,7 +150,7 @@ class MpsDaemon:
 
     def servers(self) -> list[int]:
         """PIDs of the daemon's servers: none before the first client, at most one for one user."""
-        return [int(word) for word in self.ask("get_server_list").split() if word.isdigit()]
+        return [int(word) for word in self.ask("get_server_list").split() if word.isdecimal()]
 
     def server_status(self, server_pid: int) -> str:
         """ACTIVE, FAULT, INITIALIZING, or what else the daemon says."""
@@ -158,10 +166,9 @@ class MpsDaemon:
 
     def faults(self) -> list[GpuFault]:
         """Fatal GPU errors since the daemon started, oldest first."""
-        try:
-            return parse_faults((self.folder.log_dir / "server.log").read_text(errors="replace"))
-        except FileNotFoundError:
-            return []
+        # What was once in a log that cannot be read now has happened all the same.
+        self._faults = parse_faults(_read(self.folder.log_dir / "server.log")) or self._faults
+        return self._faults
 
     def quit(self, timeout_s: float = 10.0, *, force_after_s: int | None = None) -> bool:
         """End the daemon and its servers and delete the folder; whether it ended within `timeout_s`.
@@ -175,8 +182,10 @@ class MpsDaemon:
             try:
                 self.ask(words, timeout_s)
             except PlacementError:
-                if found.is_running:
+                if (self.folder.pipe_dir / _PID_FILE).exists() and found.is_running:
                     return False
+                # Somebody has cleaned its files away: no question reaches it any more, a signal does.
+                found.send(signal.SIGTERM)
             if not found.wait(timeout_s):
                 return False
         self.folder.remove()
@@ -184,11 +193,16 @@ class MpsDaemon:
 
     def log_tail(self, name: str, num_lines: int = 20) -> str:
         """The last lines of control.log or server.log; empty when there is none."""
+        return "\n".join(_read(self.folder.log_dir / f"{name}.log").splitlines()[-num_lines:])
+
+    def _try_hold(self, command: str) -> HeldLock | None:
         try:
-            text = (self.folder.log_dir / f"{name}.log").read_text(errors="replace")
-        except FileNotFoundError:
-            return ""
-        return "\n".join(text.splitlines()[-num_lines:])
+            return try_hold(self.folder.control_lock, f"pid {os.getpid()}: {command}")
+        except OSError as error:
+            raise PlacementError(
+                f"cannot ask the MPS daemon: {self.folder.control_lock}: {error.strerror}",
+                "did somebody clean its folder away? `mps-trainer down`, then start again",
+            ) from None
 
     def _ask(self, command: str, timeout_s: float) -> str:
         try:
@@ -197,10 +211,16 @@ class MpsDaemon:
                 env=self._env(),
                 input=command + "\n",
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=timeout_s,
                 check=False,
             )
+        except OSError as error:
+            raise PlacementError(
+                f"cannot ask the MPS daemon: {self._binary}: {error.strerror}",
+                "see that the driver's MPS tools are there, and `ulimit -n` and the memory of this machine",
+            ) from None
         except subprocess.TimeoutExpired:
             raise PlacementError(
                 f"the MPS daemon did not answer {command!r} within {timeout_s:.1f} s",
@@ -225,7 +245,11 @@ def parse_clients(text: str) -> list[MpsClient]:
     if heading is None:
         return []
     at = {name: i for i, name in enumerate(lines[heading])}
-    rows = [words for words in lines[heading + 1 :] if len(words) >= len(at) - 1 and words[at["PID"]].isdigit()]
+    rows = [
+        words
+        for words in lines[heading + 1 :]
+        if len(words) >= len(at) - 1 and words[at["PID"]].isdecimal() and words[at["SERVER"]].isdecimal()
+    ]
     # A client that is just ending has no command any more (seen on an H200, driver 580).
     command = at.get("COMMAND", -1)
     return [
@@ -256,10 +280,13 @@ def parse_faults(server_log: str) -> list[GpuFault]:
 
 
 def _command_line(pid: int) -> str:
+    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+
+
+def _read(path: Path) -> str:
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().replace(b"\0", b" ").decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return ""
 
 

@@ -11,13 +11,17 @@ hold            while it is there the sidecar does not end for idling: an engine
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mps_trainer.errors import PlacementError
 from mps_trainer.run import STATE_DIR_VARIABLE, state_dir
+from mps_trainer.run.private_files import write_private
+
+log = logging.getLogger("mps_trainer.supervisor")
 
 # sun_path holds 108 bytes with its final zero; the daemon's longest socket name is "control_privileged".
 MAX_SOCKET_PATH = 107
@@ -29,6 +33,7 @@ class MpsFolder:
     """The paths of one run's MPS daemon. Nothing is made before `make`."""
 
     path: Path
+    _told: set[str | None] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @property
     def pipe_dir(self) -> Path:
@@ -55,14 +60,29 @@ class MpsFolder:
         """Written by the supervisor, looked for by the sidecar between steps."""
         return self.path / "pause"
 
-    def set_pause(self, reason: str) -> None:
-        """Pause the sidecar, or with "" let it go on. Does nothing when nothing changes."""
-        if not reason:
-            self.pause_file.unlink(missing_ok=True)
-        elif not self.pause_file.exists():
-            temporary = self.path / ".pause"
-            temporary.write_text(reason)
-            temporary.replace(self.pause_file)
+    def set_pause(self, reason: str) -> bool:
+        """Pause the sidecar, or with "" let it go on; called often, and does nothing when nothing changes.
+
+        False when the folder is gone or the disk refuses: then it stays as it was, and the log has it once.
+        """
+        try:
+            if not reason:
+                self.pause_file.unlink(missing_ok=True)
+            elif self._pause_reason() != reason:
+                write_private(self.pause_file, reason)
+        except OSError as error:
+            if error.strerror not in self._told:
+                log.error("cannot %s the sidecar: %s: %s", "pause" if reason else "resume", self.path, error.strerror)
+                self._told.add(error.strerror)
+            return False
+        self._told.clear()
+        return True
+
+    def _pause_reason(self) -> str:
+        try:
+            return self.pause_file.read_text()
+        except FileNotFoundError:
+            return ""
 
     @property
     def hold_file(self) -> Path:

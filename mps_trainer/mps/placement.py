@@ -6,13 +6,13 @@ Maker: the supervisor, before it starts a sidecar. Eater: the sidecar, which pro
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from mps_trainer.errors import PlacementError
 from mps_trainer.mps.environment import sidecar_env
 from mps_trainer.mps.folder import MpsFolder
+from mps_trainer.run.private_files import write_private
 
 _FILE = "placement.json"
 
@@ -37,9 +37,7 @@ class GpuPlacement:
 
     def save(self, folder: MpsFolder) -> None:
         """Write it by rename."""
-        temporary = folder.path / f".{_FILE}.{os.getpid()}"
-        temporary.write_text(json.dumps(asdict(self), indent=1))
-        temporary.replace(folder.path / _FILE)
+        write_private(folder.path / _FILE, json.dumps(asdict(self), indent=1))
 
     @classmethod
     def load(cls, folder: MpsFolder) -> GpuPlacement:

@@ -102,11 +102,6 @@ class SummonsServer:
         with self._guard:
             return list(self._engines.values())
 
-    @property
-    def any_starting(self) -> bool:
-        """Whether an engine is measuring memory, so that ours must not change."""
-        return any(engine.state in ("asking", "starting") for engine in self.engines)
-
     def close(self) -> None:
         """Stop listening. Engines that have their answer go on."""
         with contextlib.suppress(OSError):

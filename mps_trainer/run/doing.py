@@ -121,7 +121,9 @@ class DoingFile:
         self._stage = Stage.WAITING
         self._descriptor = -1
         with contextlib.suppress(OSError):
-            self._descriptor = os.open(run_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(
+                run_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
             os.posix_fallocate(self._descriptor, 0, _SLOTS_AT + 2 * self._room)
         self.beat()
 
@@ -172,17 +174,23 @@ def read_beat(run_dir: Path) -> int | None:
 
 
 def read_doing(run_dir: Path) -> Doing | None:
-    """What the sidecar is doing, or was when it died; None when it said nothing."""
+    """What the sidecar is doing, or was when it died; None when it said nothing, or nothing that can be read."""
     header = _read_header(run_dir)
     if header is None:
         return None
     stage, slot, beat_ns = header
-    return Doing(stage, beat_ns, _parse_slot((run_dir / _FILE).read_bytes(), slot))
+    try:
+        content = (run_dir / _FILE).read_bytes()
+    except OSError:
+        return None
+    return Doing(stage, beat_ns, _parse_slot(content, slot))
 
 
 def forget_doing(run_dir: Path) -> None:
     """Remove the file after a death, so that nobody is blamed twice."""
-    (run_dir / _FILE).unlink(missing_ok=True)
+    # Where it cannot be removed the next sidecar truncates it.
+    with contextlib.suppress(OSError):
+        (run_dir / _FILE).unlink()
 
 
 def _read_header(run_dir: Path) -> tuple[Stage, int, int] | None:

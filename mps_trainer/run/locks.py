@@ -95,7 +95,7 @@ def is_held(path: Path) -> bool:
 def holder_note(path: Path) -> str:
     """What the holder wrote about itself; empty when there is no such file."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except FileNotFoundError:
         return ""
 

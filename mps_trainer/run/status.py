@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from mps_trainer.errors import RunError
+from mps_trainer.run.private_files import write_private
 
 
 class State(str, Enum):
@@ -76,11 +77,9 @@ class Status:
     updated: float = field(default_factory=time.time)
 
     def save(self, run_dir: Path) -> None:
-        """Write `status.json` by rename."""
+        """Write `status.json` by rename; OSError when the disk refuses."""
         self.updated = time.time()
-        temporary = run_dir / "status.json.tmp"
-        temporary.write_text(json.dumps(asdict(self), indent=2))
-        temporary.replace(run_dir / "status.json")
+        write_private(run_dir / "status.json", json.dumps(asdict(self), indent=2))
 
     @classmethod
     def load(cls, run_dir: Path) -> Status:

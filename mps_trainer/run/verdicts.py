@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.run.doing import RecordRef, Stage, Subject
+from mps_trainer.run.private_files import write_private
 
 _FILE = "verdicts.json"
 
@@ -34,18 +35,16 @@ class Verdict:
 
 
 def load_verdicts(run_dir: Path) -> list[Verdict]:
-    """All verdicts of the run, oldest first; none when there is no file, or one that nobody of us wrote."""
+    """All verdicts of the run, oldest first; none when there is no file that we wrote and can read."""
     try:
         return [_verdict(item) for item in json.loads((run_dir / _FILE).read_text())]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
 def save_verdicts(run_dir: Path, verdicts: list[Verdict]) -> None:
-    """Replace the file by rename."""
-    temporary = run_dir / f"{_FILE}.tmp"
-    temporary.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
-    temporary.replace(run_dir / _FILE)
+    """Replace the file by rename; OSError when the disk refuses, and then the old one stands."""
+    write_private(run_dir / _FILE, json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
 
 
 def _verdict(item: dict[str, Any]) -> Verdict:

@@ -7,6 +7,8 @@ import logging
 import time
 from pathlib import Path
 
+from mps_trainer.run.private_files import write_private
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,9 +48,7 @@ class Phases:
         )
         _log.info("ready in %.1f s%s: %s", total, waited, parts)
         found = {"ready_s": total, "waited_s": self._waited_s, "summons_to_ready_s": after, "phases_s": self._seconds}
-        temporary = run_dir / "startup.json.tmp"
-        temporary.write_text(json.dumps(found, indent=1))
-        temporary.replace(run_dir / "startup.json")
+        write_private(run_dir / "startup.json", json.dumps(found, indent=1))
 
     def _passed(self) -> float:
         now = time.monotonic()

@@ -112,7 +112,7 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, start: St
         os.register_at_fork(after_in_child=lambda: _leave_to_parent(lock))
         ending = Ending(paths, settings.idle_timeout, owned=bool(record.owner_lock))
         run_dir = Path(record.run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = _begin_status(record)
         status.save(run_dir)
         early = EarlyEnd(status, run_dir, successor=status.restarts > 0 and not start.is_warm)

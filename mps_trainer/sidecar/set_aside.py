@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from mps_trainer.columns import PackedBatch, PackedColumn
 from mps_trainer.run.doing import RecordRef, describe_ids
+from mps_trainer.run.private_files import make_private, write_private
 from mps_trainer.run.verdicts import Verdict, load_verdicts
 from mps_trainer.sidecar.learner import Learner, RecordName
 
@@ -64,9 +65,9 @@ class SetAside:
         told = self._folder / f"{name}.json"
         if told.exists():
             return
-        self._folder.mkdir(exist_ok=True)
+        make_private(self._folder)
         eids = tuple(rows["eid"].text(i) for i in range(rows.num_rows))
-        self._write(self._folder / f"{name}.arrow", to_arrow(rows))
+        write_private(self._folder / f"{name}.arrow", to_arrow(rows))
         facts = {
             "experiences": rows.num_rows,
             "stage": verdict.stage.name.lower(),
@@ -77,15 +78,9 @@ class SetAside:
             "eids": eids,
         }
         # Last, because it counts: without it the rows are written again.
-        self._write(told, json.dumps(facts, indent=1).encode())
+        write_private(told, json.dumps(facts, indent=1))
         self.count += rows.num_rows
         _log.error("set aside in %s.arrow: %s; a sidecar ended with %s", name, describe_ids(eids), verdict.cause)
-
-    @staticmethod
-    def _write(path: Path, content: bytes) -> None:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(content)
-        temporary.replace(path)
 
 
 def reference(name: RecordName) -> RecordRef:

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from mps_trainer.columns import Array, PackedBatch, PackedColumn
 from mps_trainer.errors import GpuFaultError, MpsTrainerError, TaskError
+from mps_trainer.run.doing import describe_ids
 from mps_trainer.sidecar.gpu.faults import is_gpu_fault
 from mps_trainer.sidecar.optimizer_state import check_saveable
 from mps_trainer.tasks import AuxiliaryTask, TaskBatch
-
-_SHOWN_IDS = 5
-_SHOWN_CHARACTERS = 40
 
 
 class Trainer:
@@ -167,7 +165,7 @@ class Trainer:
 
     def _words(self, what: str, packed: PackedBatch | None) -> str:
         message = f"task {type(self.task).__name__}, step {self.step}: {what}"
-        return message if packed is None else f"{message} (experiences {_ids(packed)})"
+        return message if packed is None else f"{message} ({describe_ids(_ids(packed))})"
 
 
 def random_state(device: torch.device) -> list[Tensor]:
@@ -194,14 +192,8 @@ def _to_numpy(what: str, value: Any, num_rows: int) -> Array:
     return np.asarray(value.float().cpu().numpy())
 
 
-def _ids(packed: PackedBatch) -> str:
-    shown = [_shortened(packed["eid"].text(i)) for i in range(min(_SHOWN_IDS, packed.num_rows))]
-    more = packed.num_rows - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
-
-
-def _shortened(eid: str) -> str:
-    return eid if len(eid) <= _SHOWN_CHARACTERS else f"{eid[: _SHOWN_CHARACTERS - 3]}..."
+def _ids(packed: PackedBatch) -> tuple[str, ...]:
+    return tuple(packed["eid"].text(i) for i in range(packed.num_rows))
 
 
 def _parts(packed: PackedBatch, size: int) -> Iterator[tuple[int, PackedBatch]]:

@@ -24,13 +24,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import platform
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from mps_trainer.errors import TransportError
+from mps_trainer.transport import names
+
+log = logging.getLogger(__name__)
 
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid (must be 0 for OFD locks).
 _FLOCK = struct.Struct("hhqqi4x")
@@ -89,6 +95,25 @@ class LockFile:
                 "open a channel of its own in each process",
             )
         return self.fd
+
+
+@contextlib.contextmanager
+def private_lock_file(path: str | Path) -> Iterator[LockFile | None]:
+    """The locks of an object that is there; None when it is gone, or none of this user's own."""
+    try:
+        file = LockFile(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+    except OSError:
+        yield None
+        return
+    try:
+        names.check_private_file(os.fstat(file.fd), str(path))
+    except TransportError as error:
+        log.debug("left alone: %s", error)
+        yield None
+    else:
+        yield file
+    finally:
+        file.close()
 
 
 class ByteMutex:

@@ -15,11 +15,11 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import layout, names
-from mps_trainer.transport.locks import LockFile
+from mps_trainer.transport.locks import private_lock_file
 from mps_trainer.transport.segment import Segment, open_checked, read_header, remove
 from mps_trainer.transport.semaphores import remove_semaphore
 from mps_trainer.transport.shortage import ShortageError
@@ -136,34 +136,18 @@ def _count_records(fd: int, run_id: str) -> int | None:
 
 
 def _remove_bell(run_id: str) -> None:
-    with _bell_file(run_id) as file:
+    with private_lock_file(_bell_path(run_id)) as file:
         if file is not None and file.try_lock(0) and os.fstat(file.fd).st_nlink:
             remove_semaphore(names.bell_name(run_id))
 
 
 def _bell_in_use(run_id: str) -> bool:
-    with _bell_file(run_id) as file:
+    with private_lock_file(_bell_path(run_id)) as file:
         return file is not None and file.held_elsewhere(0)
 
 
-@contextlib.contextmanager
-def _bell_file(run_id: str) -> Iterator[LockFile | None]:
-    """The file of a run's doorbell, None when there is none or it is not ours."""
-    path = names.semaphore_path(names.bell_name(run_id))
-    try:
-        file = LockFile(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
-    except OSError:
-        yield None
-        return
-    try:
-        names.check_private_file(os.fstat(file.fd), path)
-    except TransportError as error:
-        log.debug("left alone: %s", error)
-        yield None
-    else:
-        yield file
-    finally:
-        file.close()
+def _bell_path(run_id: str) -> str:
+    return names.semaphore_path(names.bell_name(run_id))
 
 
 def _remove_lone_semaphore(entry: str, run_id: str, index: int) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from mps_trainer.cli import look, runs
 from mps_trainer.cli.app import run
-from mps_trainer.launcher.process import Ended, ProcessIdentity
+from mps_trainer.launcher.process import Ended
 from mps_trainer.launcher.runs import EndedRun, RunView
 from mps_trainer.run import STATE_DIR_VARIABLE, RunPaths, RunRecord, State, Status, run_paths, try_hold
+from mps_trainer.run.process import ProcessIdentity
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]

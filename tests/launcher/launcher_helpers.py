@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mps_trainer.launcher.process import ProcessIdentity
+from mps_trainer.run.process import ProcessIdentity
 from mps_trainer.transport import RingSettings, layout
 from mps_trainer.transport.segment import new_header
 

@@ -13,8 +13,9 @@ import pytest
 from launcher_helpers import wait_for
 
 from mps_trainer.launcher import process
-from mps_trainer.launcher.process import Ended, ProcessIdentity, describe_exit, spawn, stop, stop_identity
+from mps_trainer.launcher.process import Ended, describe_exit, spawn, stop, stop_identity
 from mps_trainer.launcher.ray_cluster import stop_tree
+from mps_trainer.run.process import ProcessIdentity
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
 

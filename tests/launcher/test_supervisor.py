@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from launcher_helpers import FAKE_SIDECAR, is_alive, kill, wait_for
 
-from mps_trainer.config import Settings
 from mps_trainer.errors import AlreadyRunningError, MpsTrainerError, RunError
 from mps_trainer.launcher import run_locks, up
-from mps_trainer.launcher.process import Ended, ProcessIdentity
+from mps_trainer.launcher.process import Ended
 from mps_trainer.launcher.runs import end_runs, list_runs, select_runs
 from mps_trainer.launcher.up import RunHandle, prepare, start_run
-from mps_trainer.run import HeldLock, RunRecord, State, Status, is_held, new_run_id, run_paths, try_hold
+from mps_trainer.run import HeldLock, State, Status, is_held, new_run_id, run_paths, try_hold
+from mps_trainer.run.process import ProcessIdentity
 
 Write = Callable[..., Path]
 Fake = Callable[[str], list[str]]
@@ -40,7 +40,11 @@ def test_a_run_starts_shows_and_ends_in_order(write_config: Write, fake: Fake) -
     assert run.status().state is State.READY
     assert [view.record.run_id for view in list_runs()] == [run.record.run_id]
     assert any("waiting until it is ready" in line for line in lines)
-    assert (run.run_dir / "settings.json").exists()
+    # Whole experiences may come to lie in it.
+    assert run.run_dir.stat().st_mode & 0o777 == 0o700
+    files = [path for path in run.run_dir.iterdir() if path.name != "fake.log"]
+    assert {path.name: path.stat().st_mode & 0o077 for path in files} == {path.name: 0 for path in files}
+    assert run.run_dir / "settings.json" in files
     assert run.run_dir.with_name("latest").resolve() == run.run_dir
 
     assert run.stop() is Ended.BY_ITSELF
@@ -136,12 +140,12 @@ def test_up_names_the_limit_when_the_sidecar_is_silent(write_config: Write, fake
         start(config, fake("silent"), grace_s=1.0)
 
 
-@pytest.mark.parametrize("full", [Settings, RunRecord])
+@pytest.mark.parametrize("full", ["mps_trainer.run.RunRecord.save", "mps_trainer.launcher.up.write_private"])
 def test_up_on_a_full_disk_is_an_error_and_leaves_nothing(
-    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch, full: type
+    write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     config = write_config()
-    monkeypatch.setattr(full, "save", lambda *_: Path("/dev/full").write_text("x"))
+    monkeypatch.setattr(full, lambda *_: Path("/dev/full").write_text("x"))
     with pytest.raises(RunError, match="No space left on device") as caught:
         start(config, fake("good"))
     assert "free space" in caught.value.todo
@@ -189,7 +193,7 @@ def test_an_up_that_is_ended_before_ready_leaves_nothing(write_config: Write, fa
     up.stdout.close()
     wait_for(lambda: list_runs() == [], "the end of the run")
     assert run.supervisor is not None
-    wait_for(lambda: not run.supervisor.is_alive(), "the end of the supervisor")
+    wait_for(lambda: not run.supervisor.is_running, "the end of the supervisor")
 
 
 def test_a_stubborn_sidecar_is_killed_after_its_grace(write_config: Write, fake: Fake) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -165,3 +167,67 @@ def test_recorded_client_that_is_just_ending_has_no_command():
     heading = "PID       ID    SERVER    DEVICE             NAMESPACE      COMMAND"
     text = f"{heading}\n459       1     466       GPU-0f3cc1cf     4026531836\n"
     assert [(client.pid, client.server_pid, client.command) for client in parse_clients(text)] == [(459, 466, "")]
+
+
+def test_a_row_of_ps_without_a_server_is_no_client_and_hides_no_other():
+    row = PS.splitlines()[1]
+    text = "\n".join([PS.splitlines()[0], row.replace("466", "-  "), row.replace("459", "\u00b2  "), row])
+    assert [client.pid for client in parse_clients(text)] == [459]
+
+
+def test_fake_daemon_whose_answer_is_no_text_is_understood(fake_daemon, state):
+    fake_daemon.start()
+    binary = state / "nvidia-cuda-mps-control"
+    binary.write_bytes(b"#!/bin/sh\nprintf '" + PS.replace("\n", "\\n").replace("python3", "k\\303").encode() + b"'\n")
+    binary.chmod(0o755)
+    [client] = MpsDaemon(fake_daemon.folder, str(binary)).clients()
+    assert (client.pid, client.command) == (459, "k\ufffd")
+
+
+def test_fake_daemon_whose_binary_or_folder_has_gone_is_an_error_of_ours(fake_daemon):
+    fake_daemon.start()
+    with pytest.raises(PlacementError, match=r"cannot ask .*No such file"):
+        MpsDaemon(fake_daemon.folder, "/nowhere/nvidia-cuda-mps-control").ask("ps")
+    shutil.rmtree(fake_daemon.folder.path)
+    with pytest.raises(PlacementError, match=r"cannot ask .*No such file"):
+        fake_daemon.ask("ps")
+    assert fake_daemon.faults() == []
+    assert fake_daemon.log_tail("control") == ""
+
+
+def test_fake_daemon_that_hangs_at_its_start_is_an_error_of_ours(state):
+    binary = state / "nvidia-cuda-mps-control"
+    binary.write_text("#!/bin/sh\nexec sleep 60\n")
+    binary.chmod(0o755)
+    with pytest.raises(PlacementError, match=r"did not start \(.*timed out"):
+        MpsDaemon(mps_folder("a1b2c3d4"), str(binary)).start(0.3)
+
+
+def test_a_fault_stays_known_when_its_log_is_cleaned_away(fake_daemon):
+    fake_daemon.folder.make()
+    log = fake_daemon.folder.log_dir / "server.log"
+    log.write_text(recorded("server_580_fault.log"))
+    [fault] = fake_daemon.faults()
+    log.unlink()
+    assert fake_daemon.faults() == [fault]
+
+
+@pytest.mark.parametrize("cleaned", ["pipe/nvidia-cuda-mps-control.pid", "pipe", "."])
+def test_fake_daemon_ends_although_its_files_were_cleaned_away(fake_daemon, cleaned):
+    started = fake_daemon.start()
+    path = fake_daemon.folder.path / cleaned
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert fake_daemon.find() == started
+    assert fake_daemon.quit()
+    assert not started.is_running
+    assert not fake_daemon.folder.path.exists()
+
+
+def test_a_daemon_without_files_that_does_not_listen_to_a_signal_has_not_ended(fake_daemon):
+    started = fake_daemon.start()
+    (fake_daemon.folder.pipe_dir / "nvidia-cuda-mps-control.pid").unlink()
+    assert started.send(signal.SIGSTOP)
+    assert not fake_daemon.quit(0.3)
+    assert fake_daemon.folder.path.exists()
+    started.send(signal.SIGCONT)
+    assert fake_daemon.quit()

@@ -12,12 +12,12 @@ import pytest
 from mps_helpers import HERE, UUIDS, join, nothing_is_left, supervisor_log, wait_for
 
 from mps_trainer.errors import MpsTrainerError, RunError
-from mps_trainer.launcher.process import ProcessIdentity
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.lease import take_gpu
 from mps_trainer.mps.summons import EngineRequest, EngineSession
 from mps_trainer.run import State
+from mps_trainer.run.process import ProcessIdentity
 
 
 def test_fake_engine_joins_a_run_on_a_recorded_gpu_and_nothing_is_left(start):

@@ -6,6 +6,7 @@ test's name says real.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +17,13 @@ import pytest
 from mps_helpers import HERE, UUIDS, join, nothing_is_left, supervisor_log, wait_for
 
 from mps_trainer.errors import RunError
-from mps_trainer.launcher.process import ProcessIdentity
 from mps_trainer.launcher.runs import end_runs, list_runs
+from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.placement import GpuPlacement
 from mps_trainer.run import State, is_held
 from mps_trainer.run.doing import DoingFile
+from mps_trainer.run.process import ProcessIdentity
 
 
 def kill_the_waiting(run, restarts):
@@ -184,3 +186,13 @@ def test_gpu_summons_script_with_a_mocked_gpu(start, tmp_path, monkeypatch):
     assert found["summary"]["left"] == []
     assert [one["arm"] for one in found["rounds"]] == ["summons", "cuda:0"]
     assert found["summary"]["summons to READY, s"]["n"] == 1
+
+
+def test_a_run_whose_mps_folder_was_cleaned_away_ends_in_order_with_its_daemon(start):
+    run = start("cuda:0", 1)
+    daemon = MpsDaemon(mps_folder(run.record.run_id)).find()
+    shutil.rmtree(mps_folder(run.record.run_id).path)
+    os.kill(run.supervisor.pid, signal.SIGTERM)
+    assert run.supervisor.wait(20) == 0
+    assert run.status().state is State.STOPPED
+    assert daemon.wait(5)

@@ -89,3 +89,23 @@ def test_without_a_folder_nothing_is_noted_and_nothing_fails(tmp_path: Path) -> 
     file.begin(1, None, *packed("a"))
     file.stage(Stage.TRAINING)
     assert read_doing(tmp_path / "gone") is None
+
+
+def test_a_link_in_its_place_is_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "doing").symlink_to(victim)
+    DoingFile(tmp_path, 8).stage(Stage.WAITING)
+    assert victim.read_text() == "mine"
+
+
+def test_a_file_that_cannot_be_read_or_removed_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    DoingFile(tmp_path, 8).close()
+
+    def refuse(*args: object, **kwargs: object) -> bytes:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert read_doing(tmp_path) is None
+    doing.forget_doing(tmp_path)

@@ -16,7 +16,9 @@ from mps_trainer.columns import PackedBatch, PackedColumn
 from mps_trainer.config import load_settings
 from mps_trainer.errors import GpuFaultError, TaskError
 from mps_trainer.run.doing import Stage, Subject
+from mps_trainer.run.private_files import write_private
 from mps_trainer.run.verdicts import Verdict, load_verdicts, save_verdicts
+from mps_trainer.sidecar import set_aside
 from mps_trainer.sidecar.gpu.faults import is_gpu_fault
 from mps_trainer.sidecar.learner import Learner, RecordName
 from mps_trainer.sidecar.replay import ReplayBuffer
@@ -62,6 +64,8 @@ def test_a_condemned_record_is_kept_with_all_its_columns_and_counted_once(tmp_pa
         assert aside.count == 5
         assert not aside.takes(RecordName("/mpst.x.0", 8, 3, 0, 1, 99), batch)
     [told] = (tmp_path / "set_aside").glob("*.json")
+    assert (tmp_path / "set_aside").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "set_aside").iterdir()} == {0o600}
     facts = json.loads(told.read_text())
     assert (facts["stage"], facts["record"]["request_id"], facts["cause"]) == ("scoring", 3, "signal SIGABRT")
     with pa.OSFile(str(told.with_suffix(".arrow"))) as file:
@@ -73,14 +77,13 @@ def test_a_condemned_record_is_kept_with_all_its_columns_and_counted_once(tmp_pa
 
 def test_a_death_amid_the_writing_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     condemn(tmp_path, Subject(4, reference(NAME), ("e0",)), Stage.SCORING)
-    write = SetAside._write
 
     def die(path: Path, content: bytes) -> None:
         if path.suffix == ".json":
             raise OSError(28, "no space")
-        write(path, content)
+        write_private(path, content)
 
-    monkeypatch.setattr(SetAside, "_write", staticmethod(die))
+    monkeypatch.setattr(set_aside, "write_private", die)
     with pytest.raises(OSError, match="no space"):
         SetAside(tmp_path).takes(NAME, packed(5))
     monkeypatch.undo()

@@ -1,4 +1,7 @@
-"""Processes by identity: a PID alone is reused, a PID with its start time is not."""
+"""Processes by identity: a PID alone is reused, a PID with its start time is not.
+
+What /proc does not show us (a process of somebody else under `hidepid`) counts as not there: ours are always shown.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-DRAIN_S = 2.5
+_ENDED = ("Z", "X")
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,15 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """The process that has `pid` now; None when there is none."""
+        """The process that has `pid` now; None when there is none, or only a zombie."""
         fields = _stat_fields(pid)
-        return None if fields is None else cls(pid, int(fields[19]))
+        return None if fields is None or fields[0] in _ENDED else cls(pid, int(fields[19]))
 
     @property
     def is_running(self) -> bool:
         """Whether it still exists and is no zombie."""
         fields = _stat_fields(self.pid)
-        return fields is not None and int(fields[19]) == self.start_ticks and fields[0] not in ("Z", "X")
+        return fields is not None and int(fields[19]) == self.start_ticks and fields[0] not in _ENDED
 
     @property
     def state(self) -> str:
@@ -48,7 +51,7 @@ class ProcessIdentity:
         if descriptor is None:
             return True
         try:
-            return bool(select.select([descriptor], [], [], timeout_s)[0])
+            return bool(select.select([descriptor], [], [], max(timeout_s, 0.0))[0])
         finally:
             os.close(descriptor)
 
@@ -64,17 +67,6 @@ class ProcessIdentity:
         finally:
             os.close(descriptor)
         return True
-
-    def kill_drained(self, drain_s: float = DRAIN_S) -> bool:
-        """Stop it, give the GPU `drain_s` seconds to finish what it has queued, then kill it.
-
-        A client of MPS that is killed with much work queued takes the clients beside it along; a stopped one
-        queues nothing more. False when it was gone already.
-        """
-        if not self.send(signal.SIGSTOP):
-            return False
-        self.wait(drain_s)
-        return self.send(signal.SIGKILL)
 
     def _open(self) -> int | None:
         # The descriptor pins the process; the start time is compared after it is pinned, so no reuse can slip in.
@@ -108,9 +100,10 @@ def is_descendant(pid: int, ancestor: int) -> bool:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    # The command name stands in parentheses and may hold spaces and parentheses itself.
+    # Bytes: a process may give itself a name that is no text.
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    return text[text.rindex(")") + 2 :].split()
+    # The command name stands in parentheses and may hold spaces and parentheses itself.
+    return stat.rpartition(b")")[2].decode("ascii").split()

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
-from mps_trainer.mps.process import ProcessIdentity, ancestors, is_descendant
+from mps_trainer.run.process import ProcessIdentity, ancestors, is_descendant
 
 
 def child(code="input()"):
@@ -34,28 +34,41 @@ def test_a_process_with_the_same_pid_and_another_start_is_left_alone():
         other = ProcessIdentity(process.pid, ProcessIdentity.of(process.pid).start_ticks + 1)
         assert not other.is_running
         assert not other.send(signal.SIGKILL)
-        assert not other.kill_drained(0.1)
         assert other.wait(0.1)
     finally:
         process.communicate("\n")
     assert process.returncode == 0
 
 
-def test_kill_drained_stops_first_and_kills_after_the_drain():
+def test_a_zombie_is_nobody():
     process = child()
     found = ProcessIdentity.of(process.pid)
-    states = []
-
-    def watched(timeout_s):
-        time.sleep(timeout_s)
-        states.append(found.state)
-        return False
-
-    object.__setattr__(found, "wait", watched)
-    assert found.kill_drained(0.2)
-    assert states == ["T"]
+    found.send(signal.SIGKILL)
+    assert found.wait(5)
+    assert ProcessIdentity.of(process.pid) is None
     process.communicate()
-    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_name_that_is_no_text_hides_nobody():
+    # PR_SET_NAME (15) cuts at 15 bytes, so half of a letter is nothing unusual.
+    renamed = "import ctypes; ctypes.CDLL(None).prctl(15, b'k) R 1 \\xc3', 0, 0, 0); print('on', flush=True); input()"
+    process = child(renamed)
+    try:
+        assert process.stdout.readline() == "on\n"
+        found = ProcessIdentity.of(process.pid)
+        assert found.is_running
+        assert next(iter(ancestors(process.pid))) == os.getpid()
+    finally:
+        process.communicate("\n")
+
+
+def test_what_proc_does_not_show_is_nobody(monkeypatch):
+    def hidden(path):
+        raise PermissionError(13, "hidepid=1", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", hidden)
+    assert ProcessIdentity.of(1) is None
+    assert not is_descendant(4711, os.getpid())
 
 
 def test_descendants_are_told_from_strangers():
