@@ -37,4 +37,4 @@ class RunStatus:
             status.save(self._run_dir)
         except OSError as problem:
             # A full disk is no reason to leave a sidecar and a daemon without their supervisor.
-            log.error("cannot write the status %s (%s): %s", state.value, problem.strerror, status.error)
+            log.error("status.json does not say %s (%s): %s", state.value, status.error, problem)
