@@ -17,7 +17,7 @@ def test_a_status_that_cannot_be_written_ends_nobody(tmp_path: Path, caplog: pyt
     )
     status = RunStatus(record)
     status.save(State.RESTARTING, "signal SIGKILL", restarts=1)
-    assert "cannot write the status restarting" in caplog.text
+    assert "status.json does not say restarting" in caplog.text
     assert "signal SIGKILL" in caplog.text
     folder.mkdir()
     status.save(State.FAILED, "an error", restarts=1)
