@@ -31,6 +31,7 @@ from mps_trainer.sidecar.ending import EarlyEnd, Ending, forget_signals
 from mps_trainer.sidecar.gpu.faults import end_at_once, is_gpu_fault
 from mps_trainer.sidecar.gpu.safe_end import SafeEnd
 from mps_trainer.sidecar.loop import Sidecar
+from mps_trainer.sidecar.orphan import watch_for_orphaning
 from mps_trainer.sidecar.phases import Phases
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import build_learning, prepare, settle_device
@@ -116,6 +117,7 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, start: St
         status = _begin_status(record)
         status.save(run_dir)
         early = EarlyEnd(status, run_dir, successor=status.restarts > 0 and not start.is_warm)
+        watch_for_orphaning(paths.supervisor_lock, status, run_dir, lambda: early.synchronise())
         try:
             prepared = prepare(record, settings, start.phases)
             if start.is_warm and not start.wait(ending, status, run_dir):
