@@ -60,6 +60,11 @@ class FilterSettings(_Section):
             raise ValueError(f"filter.value is {self.value}; top_k drops a whole number of experiences, such as 2")
         return self
 
+    def num_in_share(self, size: int) -> int:
+        """How many of `size` experiences the share `value` is (drop: quantile), rounded down."""
+        # 0.29 of 100 is 28.999... in binary, and 29 to whoever wrote it.
+        return int(self.value * size + 1e-9)
+
 
 class RewardSettings(_Section):
     """How `use: reward` corrects a reward. The raw reward stays in `experience.info["raw_reward"]`."""

@@ -37,7 +37,7 @@ def _nothing_to_drop(config: TrinityConfig) -> str:
     rule, size = settings.filter, config.repeat_times
     if settings.use != "filter" or rule.per != "group" or rule.drop != "quantile" or not size:
         return ""
-    if rule.value * size + 1e-9 >= 1:
+    if rule.num_in_share(size):
         return ""
     return (
         f"filter: a share of {rule.value:g} of the {size} runs of a task is less than one, so nothing will be dropped; "

@@ -57,8 +57,7 @@ def _to_drop(scores: Array, settings: FilterSettings) -> Array:
     """Indices into `scores` of what goes."""
     known = np.flatnonzero(~np.isnan(scores))
     if settings.drop == "quantile":
-        # 0.29 of 100 is 28.999... in binary, and 29 to whoever wrote it.
-        num_wanted = int(settings.value * len(known) + 1e-9)
+        num_wanted = settings.num_in_share(len(known))
     elif settings.drop == "top_k":
         num_wanted = min(int(settings.value), len(known))
     else:
