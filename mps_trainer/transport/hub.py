@@ -100,7 +100,7 @@ class SidecarHub:
         self.close(unlink=False)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until a record is ready, at most `timeout_s`. False when none is, also after `wake`. Never spins."""
+        """Sleep until a record is ready, at most `timeout_s`. False when none is, also after `wake`. Does not spin."""
         deadline = time.monotonic() + timeout_s
         rung = late = False
         while not self._woken:

@@ -19,6 +19,9 @@ from mps_trainer.transport.locks import LockFile
 
 #: posix_ipc waits on the wall clock: long waits are cut into slices against the monotonic one.
 SLICE_S = 1.0
+#: How long to look for a post before going to sleep. A sleep and its wake-up cost the waiter about 6 us, so whoever
+#: answers within this time is heard sooner. An idle reader spends 50 us a second on it, one look for each wait.
+LOOK_NS = 50_000
 #: How long to try for the doorbell while a peer removes it.
 OPEN_S = 1.0
 _SEM_T_BYTES = 32
@@ -43,6 +46,8 @@ class _Semaphore:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until posted, at most `timeout_s` and at most `SLICE_S`. False when the time is over."""
         deadline = time.monotonic() + min(timeout_s, SLICE_S)
+        if timeout_s > 0 and self._comes_at_once():
+            return True
         while True:
             remaining_s = max(0.0, deadline - time.monotonic())
             try:
@@ -54,6 +59,21 @@ class _Semaphore:
                     return False
                 continue
             return True
+
+    def _comes_at_once(self) -> bool:
+        """Look for a post for `LOOK_NS`, and take it."""
+        sem, clock = self._sem, time.perf_counter_ns
+        until = clock() + LOOK_NS
+        while clock() < until:
+            if sem.value:
+                try:
+                    sem.acquire(0)
+                except posix_ipc.BusyError:
+                    continue
+                return True
+            # Where both sides share a core, whoever would post needs it.
+            os.sched_yield()
+        return False
 
 
 class WakeUp(_Semaphore):

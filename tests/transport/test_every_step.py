@@ -52,8 +52,8 @@ def test_a_kill_at_any_line_loses_nothing_and_tears_nothing(run_id, monkeypatch,
     stop_at = 1
     while trial(run_id, stop_at, []):
         stop_at += stride
-    # How often a contended lock is tried differs from run to run, the rest does not.
-    assert stop_at > max(200, 0.97 * steps)
+    # How often a contended lock is tried differs from run to run, and so does whether a wait sleeps; the rest does not.
+    assert stop_at > max(200, 0.9 * steps)
 
 
 @pytest.mark.slow
