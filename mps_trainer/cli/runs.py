@@ -92,7 +92,7 @@ def run(
       0    all well
       1    trinity run failed
       2    the config or its use is wrong, or the sidecar did not start
-      3    trinity run finished, but the sidecar failed
+      3    trinity run finished, but the sidecar failed or was fed nothing
       130  interrupted
 
     Example: mps-trainer run trinity.yaml --ray private -- --plugin-dir my_plugins

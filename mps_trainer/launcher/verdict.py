@@ -33,6 +33,8 @@ _RAY_PREFIX = re.compile(r"^(?:\x1b\[[0-9;]*m)*\([^)]*pid=\d+[^)]*\)(?:\x1b\[[0-
 _LOG_PREFIX = re.compile(r"^[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ")
 _RENAMED = re.compile(r"Experiment \[(?P<old>.*)\] already exists, renamed as (?P<new>\S+)\.")
 _MOST_FINDINGS = 5
+# How the operator's warnings begin, behind what Trinity's log puts before them.
+_OURS = "] mps_trainer: "
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,24 @@ def judge(
         return Verdict(EXIT_TRINITY_FAILED, (*reasons, *sidecar), tuple(notes))
     if sidecar:
         return Verdict(EXIT_SIDECAR_FAILED, sidecar, tuple(notes))
-    if status is not None and status.experiences == 0:
-        notes.append(
-            "the sidecar saw no experience: either they lack a column that the task asks for (missing_column in "
-            "operator.jsonl of the run folder, the reason in Trinity's log), or the derived config was not used"
-        )
+    if status is not None and status.experiences == 0 and enough and steps:
+        # Whoever started a sidecar wants it to learn: hours of a run that fed it nothing are a failure.
+        return Verdict(EXIT_SIDECAR_FAILED, _nothing_seen(job_dir, mark), tuple(notes))
     return Verdict(EXIT_OK, (), tuple(notes))
+
+
+def _nothing_seen(job_dir: Path, mark: LogMark) -> tuple[str, ...]:
+    """That no experience came, and why, in the words of the operator in Trinity's logs."""
+    words: list[str] = []
+    for log in _logs(job_dir):
+        with log.open(errors="replace") as file:
+            file.seek(mark.sizes.get(log, 0))
+            words += [line.partition(_OURS)[2].strip() for line in file if line.startswith("WARN") and _OURS in line]
+    reasons = list(dict.fromkeys(words))[:_MOST_FINDINGS] or [
+        "either they lack a column that the task asks for (missing_column in operator.jsonl of the run folder), or the "
+        "derived config was not used"
+    ]
+    return ("the sidecar saw no experience: " + reasons[0], *reasons[1:])
 
 
 def find_failures(lines: Iterable[str]) -> Iterator[str]:

@@ -61,14 +61,14 @@ def main() -> int:
         Status(run_id=record.run_id, state=State.WAITING, pid=os.getpid(), restarts=restarts).save(run_dir)
         tell(state="waiting")
         if not wait_for_go(options.go_fd, asked):
-            Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
+            Status(run_id=record.run_id, state=State.STOPPED, experiences=32).save(run_dir)
             note("ended while it waited")
             return exit_codes.OK
         note("told to go on")
         if options.behaviour == "silent-when-placed":
             while not asked:
                 time.sleep(0.02)
-            Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
+            Status(run_id=record.run_id, state=State.STOPPED, experiences=32).save(run_dir)
             return exit_codes.OK
         if options.behaviour == "task-error-when-placed":
             tell(state="failed", error="the model does not fit", todo="make it smaller")
@@ -83,7 +83,7 @@ def main() -> int:
     if options.behaviour == "exit-0":
         return exit_codes.OK
     if options.behaviour == "idle":
-        Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
+        Status(run_id=record.run_id, state=State.STOPPED, experiences=32).save(run_dir)
         return exit_codes.OK
     end = time.monotonic() + 60
     while time.monotonic() < end:
@@ -99,7 +99,7 @@ def main() -> int:
         if asked and options.behaviour != "stubborn":
             break
         time.sleep(0.02)
-    Status(run_id=record.run_id, state=State.STOPPED).save(run_dir)
+    Status(run_id=record.run_id, state=State.STOPPED, experiences=32).save(run_dir)
     note("saved")
     return exit_codes.OK
 

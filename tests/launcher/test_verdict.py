@@ -192,6 +192,26 @@ def test_a_failed_sidecar_has_its_own_exit_code(run: Run, mark: LogMark) -> None
     assert "the loss is nan in step 7" in verdict.reasons[0]
 
 
+def test_a_run_that_fed_nothing_is_no_success_and_the_operator_says_why_recorded(run: Run, mark: LogMark) -> None:
+    run.log(
+        "INFO 11-30 21:52:40 [feeder.py:123] mps_trainer: feeding run a (/runs/a)\n"
+        "WARNING 11-30 21:52:46 [aux_trainer.py:70] mps_trainer: task 'after:Filter' does not import: No after\n"
+        "WARNING 11-30 21:52:46 [aux_trainer.py:70]   What to do: install 'after'\n",
+        name="experience_pipeline",
+    )
+    run.reach(2)
+    verdict = run.verdict(mark, status=Status(run_id="a", state=State.STOPPED))
+    assert verdict.exit_code == EXIT_SIDECAR_FAILED
+    assert verdict.reasons == ("the sidecar saw no experience: task 'after:Filter' does not import: No after",)
+
+
+def test_a_run_that_fed_nothing_and_says_nothing_names_what_it_can_be(run: Run, mark: LogMark) -> None:
+    run.reach(2)
+    verdict = run.verdict(mark, status=Status(run_id="a", state=State.STOPPED))
+    assert verdict.exit_code == EXIT_SIDECAR_FAILED
+    assert "missing_column" in verdict.reasons[0]
+
+
 def test_a_killed_supervisor_is_told(run: Run, mark: LogMark) -> None:
     run.reach(2)
     verdict = run.verdict(mark, status=Status(run_id="a", state=State.STOPPED), supervisor_code=-9)

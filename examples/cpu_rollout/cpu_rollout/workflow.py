@@ -3,13 +3,16 @@
     default_workflow_type: cpu_rollout.workflow.TokenRuleWorkflow
     workflow_args: {rule: {seed: 7, kind: share, noise: 0.05}}
 
-Each experience says in its info what was planted: "planted" is 1 where the reward was flipped, else 0.
+Each experience says in its info what was planted: "planted" is 1 where the reward was flipped, else 0. With
+`workflow_args: {hidden_state: 32}` it also has "hidden_state", a vector of that width: a stand-in for the pooled hidden
+state that a workflow would store of a real model.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
+import numpy as np
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task, Workflow
@@ -34,6 +37,7 @@ class TokenRuleWorkflow(Workflow):
     def reset(self, task: Task) -> None:
         self.task = task
         self.settings = RuleSettings(**task.workflow_args["rule"])  # Trinity adds keys of its own beside ours
+        self.state_width = int(task.workflow_args.get("hidden_state", 0))
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
         self.repeat_times = repeat_times
@@ -50,6 +54,8 @@ class TokenRuleWorkflow(Workflow):
             verdict = judge(rule, tokens, f"{self.task.batch_id}/{self.task.task_id}/{run}")
             experience.reward = verdict.reward
             experience.info = {**(experience.info or {}), "planted": verdict.planted}
+            if self.state_width:
+                experience.info["hidden_state"] = pooled_state(tokens, self.state_width)
             experience.metrics = {**(experience.metrics or {}), "planted": float(verdict.planted)}
             experience.eid.run = run
         return list(experiences)
@@ -58,3 +64,13 @@ class TokenRuleWorkflow(Workflow):
         """The response's token ids without a closing EOS, which stands last wherever it stands."""
         tokens = experience.tokens[experience.prompt_length :].tolist()
         return tokens[:-1] if tokens and tokens[-1] == self.end_id else tokens
+
+
+def pooled_state(tokens: list[int], width: int) -> list[float]:
+    """The mean over the response's tokens of a fixed random vector for each token id, shape (width,)."""
+    if not tokens:
+        return [0.0] * width
+    ids, counts = np.unique(tokens, return_counts=True)
+    vectors = np.stack([np.random.default_rng(token).standard_normal(width) for token in ids.tolist()])
+    pooled: list[float] = (counts @ vectors / len(tokens)).tolist()
+    return pooled
