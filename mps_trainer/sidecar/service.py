@@ -35,6 +35,7 @@ from mps_trainer.sidecar.orphan import watch_for_orphaning
 from mps_trainer.sidecar.phases import Phases
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import build_learning, prepare, settle_device
+from mps_trainer.transport import names
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, start: St
             raise
         if ending.orphaned:
             # Nobody else is left to do it.
-            paths.remove()
+            paths.remove(keep_record=names.has_objects(record.run_id))
 
 
 def _serve(sidecar: Sidecar, ready: ReadyPipe) -> None:
