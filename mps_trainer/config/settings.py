@@ -104,7 +104,7 @@ class Settings(_Section):
         description="how a vLLM engine becomes an MPS client: it asks (plugin), or the shell of `ray start` says (env)",
     )
     memory: Size | None = Field(
-        None, description="the sidecar's memory reservation, such as 8GiB; on the CPU a wish, not a limit"
+        None, gt=0, description="the sidecar's memory reservation, such as 8GiB; on the CPU a wish, not a limit"
     )
     memory_fraction: float | None = Field(None, gt=0, lt=1, description="the same as a share of the device")
     probation: OnOrOff = Field(
@@ -150,7 +150,9 @@ class Settings(_Section):
     record_only: bool = Field(False, description="set by `mps-trainer record` in its derived config; not by you")
 
     run_dir: str | None = Field(
-        None, description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity"
+        None,
+        pattern=r"\S",
+        description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity",
     )
     ready_timeout: Duration = Field(60.0, gt=0, description="how long the launcher waits for the sidecar")
     hang_timeout: Duration = Field(
