@@ -150,9 +150,7 @@ class Settings(_Section):
     record_only: bool = Field(False, description="set by `mps-trainer record` in its derived config; not by you")
 
     run_dir: str | None = Field(
-        None,
-        pattern=r"\S",
-        description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity",
+        None, description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity"
     )
     ready_timeout: Duration = Field(60.0, gt=0, description="how long the launcher waits for the sidecar")
     hang_timeout: Duration = Field(
@@ -167,6 +165,12 @@ class Settings(_Section):
     def _record_is_a_whole_path(self) -> Settings:
         if self.record is not None and not Path(self.record).is_absolute():
             raise ValueError(f"record is {self.record!r}; write an absolute path: Ray starts the operator elsewhere")
+        return self
+
+    @model_validator(mode="after")
+    def _run_dir_is_a_name(self) -> Settings:
+        if self.run_dir is not None and not self.run_dir.strip():
+            raise ValueError(f"run_dir is {self.run_dir!r}; name a folder, or leave it out")
         return self
 
     @model_validator(mode="after")
