@@ -50,6 +50,8 @@ def status(
 def _print_trouble(run_id: str, run_dir: str, found: Status) -> None:
     if found.error:
         show.line(f"run {run_id}: {found.error}", style="yellow")
+    if found.trouble:
+        show.line(f"run {run_id}: {found.trouble}", style="yellow")
     if found.ring_registered is False:
         slow = "ring_registered is False, so batches reach the GPU slowly; sidecar.log says what to raise"
         show.line(f"run {run_id}: {slow}", style="yellow")

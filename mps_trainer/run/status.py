@@ -49,6 +49,7 @@ class Status:
             None on the CPU and before the first operator.
         set_aside: experiences that killed or hung a sidecar and are kept from its successors (`set_aside/`).
         last_death: how the last sidecar that did not end in order ended, and what it was doing.
+        trouble: what of its own files the sidecar cannot write (a full disk), while training goes on.
         error: the message of a FAILED sidecar, with what to do; why a PAUSED one waits.
     """
 
@@ -73,6 +74,7 @@ class Status:
     ring_registered: bool | None = None
     set_aside: int = 0
     last_death: str = ""
+    trouble: str = ""
     error: str = ""
     updated: float = field(default_factory=time.time)
 

@@ -57,6 +57,22 @@ def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep
     temporary = folder / f".step-{trainer.step}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
+    try:
+        _write(temporary, trainer, checkpoint)
+    except BaseException:
+        # On a full disk it would only be in the way of the next try.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if final.exists():
+        # The same step again (a checkpoint for the journal's sake): nothing can replace a full folder in one call.
+        final.rename(folder / f".step-{trainer.step}.{os.getpid()}.old")
+    temporary.rename(final)
+    for path in [*checkpoints(folder)[keep:], *folder.glob(".step-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+    return final
+
+
+def _write(temporary: Path, trainer: Trainer, checkpoint: Checkpoint) -> None:
     save_file(_owned(trainer.model.state_dict()), temporary / "model.safetensors")
     tensors, scalars = flatten(trainer.optimizer.state_dict())
     save_file(_owned(tensors), temporary / "optimizer.safetensors")
@@ -68,13 +84,6 @@ def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep
     save_file(random, temporary / "random.safetensors")
     state = {"format": FORMAT, "step": trainer.step, "torch": torch.__version__, **checkpoint.state}
     (temporary / "state.json").write_text(json.dumps({**state, "optimizer": scalars}, indent=1, default=as_number))
-    if final.exists():
-        # The same step again (a checkpoint for the journal's sake): nothing can replace a full folder in one call.
-        final.rename(folder / f".step-{trainer.step}.{os.getpid()}.old")
-    temporary.rename(final)
-    for path in [*checkpoints(folder)[keep:], *folder.glob(".step-*")]:
-        shutil.rmtree(path, ignore_errors=True)
-    return final
 
 
 def checkpoints(folder: Path) -> list[Path]:
