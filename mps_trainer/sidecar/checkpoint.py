@@ -12,6 +12,7 @@ A checkpoint is written under a temporary name and renamed. No fsync, as in the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -94,17 +95,34 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
+def oldest_position(folder: Path, newest: int) -> int:
+    """The file of the journal in which the oldest checkpoint goes on: no later one of them needs an earlier file.
+
+    Args:
+        newest: that of the newest checkpoint.
+    """
+    found = [newest]
+    for path in checkpoints(folder):
+        # What cannot be read here could not be resumed from either.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+            found.append(int(json.loads((path / "state.json").read_text())["journal"][0]))
+    return min(found)
+
+
 def load_newest(folder: Path, trainer: Trainer) -> Checkpoint | None:
     """Put the newest readable checkpoint into the trainer; None when there is none.
 
-    One that cannot be read (the disk, a power cut) is skipped with a warning. RunError when there are some and
-    none can be read.
+    One that cannot be read (the disk, a power cut) is skipped with a warning, and renamed to damaged-step-<n> once an
+    older one was read: it must not count among those that are kept. RunError when there are some and none can be read.
     """
     _restore_interrupted(folder)
     found = checkpoints(folder)
-    for path in found:
+    for number, path in enumerate(found):
         checkpoint = _try_load(path, trainer)
         if checkpoint is not None:
+            for damaged in found[:number]:
+                shutil.rmtree(folder / f"damaged-{damaged.name}", ignore_errors=True)
+                damaged.rename(folder / f"damaged-{damaged.name}")
             return checkpoint
     if found:
         raise RunError(

@@ -78,7 +78,6 @@ class Sidecar:
         self._dropped = Dropped(self._hub)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._tried_at_step = self._trainer.step
-        self._status_saved = 0.0
         self._behind = True
 
     def serve(self, ready: ReadyPipe) -> None:
@@ -228,7 +227,7 @@ class Sidecar:
         backlog = sum(producer.backlog for producer in self._hub.producers())
         self._report.write(self._learner.close_batch(), backlog, self._dropped.counts())
         self._save_status()
-        large = not self._behind and self._journal.nbytes > _MAX_JOURNAL_BYTES
+        large = not self._behind and self._journal.growth > _MAX_JOURNAL_BYTES
         if large or self._trainer.step - self._tried_at_step >= self._settings.checkpoint_every:
             self._save()
 
@@ -240,7 +239,7 @@ class Sidecar:
         if self._pause.engine_is_starting:
             self._ending.engine_seen()
         self._dropped.reap()
-        if time.monotonic() - self._status_saved > _STATUS_S:
+        if time.monotonic() - self._own.saved_at > _STATUS_S:
             self._save_status()
 
     def _drain(self) -> None:
@@ -262,7 +261,7 @@ class Sidecar:
                 "after %g s of draining %d training steps were not taken and %d bytes of records wait in the journal",
                 _DRAIN_S, self._learner.steps_due, self._journal.unread,
             )  # fmt: skip
-        if self._trainer.step != self._saved_at_step or self._journal.nbytes:
+        if self._trainer.step != self._saved_at_step or self._journal.growth:
             self._save()
         self._dropped.reap()
 
@@ -304,7 +303,7 @@ class Sidecar:
             setattr(self._status, name, value)
         self._status.version = self._trainer.step
         self._status.set_aside = self._aside.count
+        self._status.damaged_records = self._journal.damaged
         self._status.replay_size = len(self._learner.replay)
         self._status.ring_registered = self._ring.registered if self._ring is not None else None
         self._own.save_status()
-        self._status_saved = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 from mps_trainer.run import Status
@@ -16,16 +17,22 @@ _log = logging.getLogger(__name__)
 
 
 class OwnFiles:
-    """Keeps up `status.json`, and knows what cannot be written now (`Status.trouble`)."""
+    """Keeps up `status.json`, and knows what cannot be written now (`Status.trouble`).
+
+    Attributes:
+        saved_at: when that was tried last, on the monotonic clock.
+    """
 
     def __init__(self, status: Status, run_dir: Path) -> None:
         self.status = status
         self.run_dir = run_dir
+        self.saved_at = 0.0
         self._troubles: dict[str, str] = {}
 
     def save_status(self) -> None:
         """Write the status as it is."""
         self.status.memory_bytes = _resident_bytes()
+        self.saved_at = time.monotonic()
         try:
             self.status.save(self.run_dir)
         except OSError as error:
