@@ -50,6 +50,8 @@ def status(
 def _print_trouble(run_id: str, run_dir: str, found: Status) -> None:
     if found.error:
         show.line(f"run {run_id}: {found.error}", style="yellow")
+    if found.trouble:
+        show.line(f"run {run_id}: {found.trouble}", style="yellow")
     if found.ring_registered is False:
         slow = "ring_registered is False, so batches reach the GPU slowly; sidecar.log says what to raise"
         show.line(f"run {run_id}: {slow}", style="yellow")
@@ -59,6 +61,9 @@ def _print_trouble(run_id: str, run_dir: str, found: Status) -> None:
         show.line(f"run {run_id}: before its last restart: {found.last_death}", style="yellow")
     if found.set_aside:
         show.line(f"run {run_id}: {found.set_aside} experiences are set aside in {run_dir}/set_aside", style="yellow")
+    if found.damaged_records:
+        damaged = f"{found.damaged_records} damaged stretches of the journal were skipped and are kept"
+        show.line(f"run {run_id}: {damaged} in {run_dir}/journal", style="yellow")
 
 
 def _print_status(found: Status) -> None:

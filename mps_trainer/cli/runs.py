@@ -13,6 +13,7 @@ import typer
 
 from mps_trainer.cli import show
 from mps_trainer.errors import RunError
+from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.launcher.process import Ended
 from mps_trainer.launcher.run_trinity import TrinityOptions, run_trinity
 from mps_trainer.launcher.runs import RunView, end_runs, select_runs
@@ -137,7 +138,9 @@ def down(
             raise
         runs = []
     if not runs:
-        show.line(f"no live run{f' of {what}' if what else ''}")
+        removed = remove_leftovers()
+        cleaned = f"; {len(removed)} leftovers of dead runs removed" if removed else ""
+        show.line(f"no live run{f' of {what}' if what else ''}{cleaned}")
         return
     ended = end_runs(runs, progress=show.progress)
     for run, item in zip(runs, ended, strict=True):

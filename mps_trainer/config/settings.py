@@ -104,7 +104,7 @@ class Settings(_Section):
         description="how a vLLM engine becomes an MPS client: it asks (plugin), or the shell of `ray start` says (env)",
     )
     memory: Size | None = Field(
-        None, description="the sidecar's memory reservation, such as 8GiB; on the CPU a wish, not a limit"
+        None, gt=0, description="the sidecar's memory reservation, such as 8GiB; on the CPU a wish, not a limit"
     )
     memory_fraction: float | None = Field(None, gt=0, lt=1, description="the same as a share of the device")
     probation: OnOrOff = Field(
@@ -165,6 +165,12 @@ class Settings(_Section):
     def _record_is_a_whole_path(self) -> Settings:
         if self.record is not None and not Path(self.record).is_absolute():
             raise ValueError(f"record is {self.record!r}; write an absolute path: Ray starts the operator elsewhere")
+        return self
+
+    @model_validator(mode="after")
+    def _run_dir_is_a_name(self) -> Settings:
+        if self.run_dir is not None and not self.run_dir.strip():
+            raise ValueError(f"run_dir is {self.run_dir!r}; name a folder, or leave it out")
         return self
 
     @model_validator(mode="after")

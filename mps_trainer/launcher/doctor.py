@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from mps_trainer.config import Settings, format_size
 from mps_trainer.errors import MpsTrainerError
-from mps_trainer.launcher.leftovers import find_leftovers
+from mps_trainer.launcher.leftovers import find_leftovers, find_waiting
 from mps_trainer.launcher.machine import Machine, read_machine
 from mps_trainer.launcher.plan import CHANNEL_OVERHEAD
 from mps_trainer.mps import checks as mps_checks
@@ -62,6 +63,7 @@ def run_checks() -> list[Check]:
         *check_gpu(machine, shutil.which("nvidia-cuda-mps-control")),
         *check_mps(machine),
         check_leftovers(),
+        *check_waiting(),
     ]
 
 
@@ -204,6 +206,25 @@ def check_leftovers() -> Check:
         f"{len(found)} of dead runs ({runs}), {format_size(size)}",
         "mps-trainer doctor --clean removes them; so does the next start",
     )
+
+
+def check_waiting() -> Iterator[Check]:
+    """Shared memory of runs that do not live which no rule may remove yet, and until when."""
+    try:
+        found = find_waiting()
+    except MpsTrainerError:
+        # `check_leftovers` has met it too, and says so.
+        return
+    for run_id, why in sorted({(item.run_id, item.why) for item in found}):
+        items = [item for item in found if (item.run_id, item.why) == (run_id, why)]
+        size = format_size(sum(item.num_bytes for item in items))
+        text = f"{len(items)} in /dev/shm of run {run_id}, {size}: {why}"
+        times = [item.until for item in items if item.until is not None]
+        if not times:
+            yield Check("still in use", Level.OK, text)
+            continue
+        until = time.strftime("%H:%M:%S", time.localtime(max(times)))
+        yield Check("waiting", Level.WARNING, f"{text}; until {until}", f"after {until}: mps-trainer doctor --clean")
 
 
 def _parts(version: str) -> Version:

@@ -1,12 +1,12 @@
 """What dead runs left: files in the state folder and names in /dev/shm, found and removed by rule.
 
 The rule is the locks: a run's files are left over when its locks are free, the folder of a private Ray when the
-process that started it is gone, and for /dev/shm the rules of `mps_trainer.transport.sweep` hold. Shared memory of a
-run that our state folder does not know may belong to a run under another state folder which is between two lives; it
-gets ten minutes.
+process that started it is gone, and for /dev/shm the rules of `mps_trainer.transport.sweep` hold.
 
-Names, layout and locks are the transport's own. Its sweep is not called here because it brings numpy, and a
-supervisor has to stay small; a test compares the two on the same objects.
+A run is known as long as it has a file in our state folder. So whoever ends a run leaves its run file while anything
+of the run is in /dev/shm (an operator that lives has its segment), and the file goes with the last of these objects:
+what a killed operator leaves is removed at once. Shared memory of a run that our state folder does not know may
+belong to a run under another state folder which is between two lives; it gets ten minutes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mps_trainer.errors import TransportError
+from mps_trainer.launcher.shm_objects import (
+    UNFINISHED_SECONDS,
+    ShmObject,
+    is_bell_in_use,
+    is_free,
+    is_used,
+    operators_of,
+    remove_object,
+    shm_objects,
+)
 from mps_trainer.mps.sweep import sweep_daemons
 from mps_trainer.run import RunPaths, is_held, is_run_alive, run_paths, state_dir
-from mps_trainer.transport import layout, names
-from mps_trainer.transport.locks import LockFile, private_lock_file
 
-SHM = Path(names.SHM_DIR)
 RAY_FOLDERS = Path("/tmp/mpst-ray-*")  # short, because Ray puts Unix sockets in there
 RAY_FOLDER_LOCK = "owner.lock"
 _UNKNOWN_RUN_SECONDS = 600.0
-# Younger than this, an operator may just be making its channel, and has not locked it yet.
-_UNFINISHED_SECONDS = 60.0
-_BELL = -1
-_LARGEST_HEADER = 64 * layout.PAGE
-_LIFE_LOCKS = (layout.LOCK_OPERATOR_LIFE, layout.LOCK_SIDECAR_LIFE)
 
 
 @dataclass(frozen=True)
@@ -46,36 +47,38 @@ class Leftover:
 
 
 @dataclass(frozen=True)
-class _ShmObject:
+class Waiting:
+    """One object in /dev/shm of a run that does not live, which may not be removed yet.
+
+    Attributes:
+        until: when it may, in seconds since the epoch; None when a process decides that, which `why` names.
+    """
+
     run_id: str
     path: Path
-    channel: int  # _BELL for the run's doorbell
-    is_segment: bool
-
-    @property
-    def segment(self) -> Path:
-        return SHM / names.segment_name(self.run_id, self.channel).lstrip("/")
+    num_bytes: int
+    why: str
+    until: float | None
 
 
 def remove_run(paths: RunPaths, run_id: str) -> None:
     """Remove what a run leaves on its end; what an operator still holds stays for that operator to remove."""
-    for item in _shm_objects():
+    for item in shm_objects():
         if item.run_id == run_id:
-            _remove_shm(item)
-    paths.remove()
+            remove_object(item)
+    paths.remove(keep_record=any(item.run_id == run_id for item in shm_objects()))
 
 
 def find_leftovers() -> list[Leftover]:
-    """Everything of this user that belongs to dead runs."""
+    """Everything of this user that belongs to dead runs and can be removed now."""
     state_files = list(_dead_state_files())
+    objects = shm_objects()
+    free = [item for item in _dead_objects(objects, {_run_of(path) for path in state_files}) if is_free(item)]
+    waiting = {item.run_id for item in objects if item not in free}
     return [
-        *(Leftover(_run_of(path), path, path.lstat().st_size) for path in state_files),
+        *(Leftover(_run_of(path), path, _size(path)) for path in state_files if _run_of(path) not in waiting),
         *(Leftover("private Ray", path, 0) for path in _dead_ray_folders()),
-        *(
-            Leftover(item.run_id, item.path, _size(item.path))
-            for item in _dead_objects({_run_of(path) for path in state_files})
-            if _is_free(item)
-        ),
+        *(Leftover(item.run_id, item.path, item.num_bytes) for item in free),
     ]
 
 
@@ -83,26 +86,64 @@ def remove_leftovers() -> list[Leftover]:
     """Remove what `find_leftovers` finds, and give what is gone."""
     found = find_leftovers()
     state_files = list(_dead_state_files())
-    for item in _dead_objects({_run_of(path) for path in state_files}):
-        _remove_shm(item)
+    for item in _dead_objects(shm_objects(), {_run_of(path) for path in state_files}):
+        remove_object(item)
     for folder in _dead_ray_folders():
         shutil.rmtree(folder, ignore_errors=True)
     sweep_daemons(is_run_alive)
-    # Last, because they are what makes a run known.
+    # Last, because they are what makes a run known, and only when nothing of it waits any more.
+    waiting = {item.run_id for item in shm_objects()}
     for path in state_files:
-        path.unlink(missing_ok=True)
+        if _run_of(path) not in waiting:
+            path.unlink(missing_ok=True)
     return [item for item in found if not item.path.exists()]
 
 
-def _dead_objects(known: set[str]) -> list[_ShmObject]:
+def find_waiting() -> list[Waiting]:
+    """Every object of a run that does not live which `remove_leftovers` leaves alone, with the reason."""
+    known = {_run_of(path) for path in _dead_state_files()}
+    return [
+        Waiting(item.run_id, item.path, item.num_bytes, *reason)
+        for item in shm_objects()
+        if not is_run_alive(item.run_id) and (reason := _why_it_waits(item, known)) is not None
+    ]
+
+
+def _why_it_waits(item: ShmObject, known: set[str]) -> tuple[str, float | None] | None:
+    if is_bell_in_use(item.run_id) or is_used(item):
+        pids = operators_of(item.run_id)
+        who = f"process {', '.join(map(str, pids))}" if pids else "a process"
+        if item.run_id in known:
+            return f"{who} works for the run, has to notice that it has ended, and leaves then or when it ends", None
+        return f"{who} works for the run, which is under another state folder or has lost its run file", None
+    if not _is_over(item, known):
+        why = "no run file is here for it: its run may be between two lives under another state folder"
+        return why, item.made + _UNKNOWN_RUN_SECONDS
+    if is_free(item):
+        return None
+    return "it is unfinished: an operator may just be making its channel", item.made + UNFINISHED_SECONDS
+
+
+def _dead_objects(objects: list[ShmObject], known: set[str]) -> list[ShmObject]:
     return [
         item
-        for item in _shm_objects()
+        for item in objects
         if not is_run_alive(item.run_id)
-        and (item.run_id in known or _age(item.path) > _UNKNOWN_RUN_SECONDS)
+        and _is_over(item, known)
         # Whatever our state folder says: who has the doorbell open works for the run.
-        and not _is_bell_in_use(item.run_id)
+        and not is_bell_in_use(item.run_id)
     ]
+
+
+def _is_over(item: ShmObject, known: set[str]) -> bool:
+    return item.run_id in known or time.time() - item.made > _UNKNOWN_RUN_SECONDS
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _run_of(state_file: Path) -> str:
@@ -125,83 +166,3 @@ def _dead_ray_folders() -> list[Path]:
             if folder.lstat().st_uid == os.getuid() and lock.exists() and not is_held(lock):
                 found.append(folder)
     return found
-
-
-def _shm_objects() -> list[_ShmObject]:
-    """Objects of ours, segments first: they take their semaphores along."""
-    found = []
-    for entry in names.entries():
-        path = SHM / entry
-        with contextlib.suppress(FileNotFoundError, TransportError):
-            if segment := names.parse_segment(entry):
-                names.check_private_file(path.lstat(), entry)
-                found.append(_ShmObject(segment[0], path, segment[1], True))
-            elif semaphore := names.parse_semaphore(entry):
-                names.check_private_file(path.lstat(), entry)
-                channel = _BELL if semaphore[1] == "bell" else int(semaphore[1].partition(".")[0])
-                found.append(_ShmObject(semaphore[0], path, channel, False))
-    return sorted(found, key=lambda item: not item.is_segment)
-
-
-def _is_bell_in_use(run_id: str) -> bool:
-    with private_lock_file(names.semaphore_path(names.bell_name(run_id))) as file:
-        return file is not None and file.held_elsewhere(0)
-
-
-def _is_free(item: _ShmObject) -> bool:
-    if item.is_segment:
-        with private_lock_file(item.path) as file:
-            return file is not None and _is_segment_free(file, item.run_id)
-    if item.channel == _BELL:
-        return not _is_bell_in_use(item.run_id)
-    if item.segment.exists():
-        with private_lock_file(item.segment) as file:
-            return file is not None and _is_segment_free(file, item.run_id)
-    return _age(item.path) > _UNFINISHED_SECONDS
-
-
-def _is_segment_free(file: LockFile, run_id: str) -> bool:
-    if any(file.held_elsewhere(lock) for lock in _LIFE_LOCKS):
-        return False
-    return _is_finished(file.fd, run_id) or time.time() - os.fstat(file.fd).st_mtime > _UNFINISHED_SECONDS
-
-
-def _is_finished(descriptor: int, run_id: str) -> bool:
-    """Whether a segment has a valid header of its run."""
-    try:
-        raw = os.pread(descriptor, _LARGEST_HEADER, 0)
-        return layout.unpack_header(raw, os.fstat(descriptor).st_size).run_id == run_id
-    except TransportError:
-        return False
-
-
-def _remove_shm(item: _ShmObject) -> None:
-    if not item.is_segment and item.channel != _BELL:
-        if not item.segment.exists() and _age(item.path) > _UNFINISHED_SECONDS:
-            item.path.unlink(missing_ok=True)
-        return
-    with private_lock_file(item.path) as file:
-        if file is None or (item.is_segment and not _is_segment_free(file, item.run_id)):
-            return
-        if not all(file.try_lock(lock) for lock in (_LIFE_LOCKS if item.is_segment else (0,))):
-            return
-        if os.fstat(file.fd).st_nlink == 0:
-            return
-        if item.is_segment:
-            for name in (names.space_name, names.reply_name):
-                Path(names.semaphore_path(name(item.run_id, item.channel))).unlink(missing_ok=True)
-        item.path.unlink(missing_ok=True)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _age(path: Path) -> float:
-    try:
-        return time.time() - path.lstat().st_mtime
-    except FileNotFoundError:
-        return 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from mps_trainer.launcher.gpu import GpuReading, read_gpus
-from mps_trainer.launcher.leftovers import SHM
+from mps_trainer.launcher.shm_objects import SHM
 from mps_trainer.mps.checks import read_surroundings, run_checks
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from mps_trainer.config import Settings
 from mps_trainer.errors import ConfigError, RunError
 from mps_trainer.launcher.derived_config import DerivedConfig, check_is_ours, derive
-from mps_trainer.launcher.leftovers import remove_leftovers
+from mps_trainer.launcher.leftovers import remove_leftovers, remove_run
 from mps_trainer.launcher.machine import Machine, read_machine
 from mps_trainer.launcher.plan import Plan, make_plan
 from mps_trainer.launcher.probation import longest_s
@@ -150,7 +150,7 @@ def start_run(
         pid = wait_until_ready(reading, limit, progress, str(Path(record.run_dir) / "supervisor.log"))
     except BaseException:
         stop(supervisor, grace_s=_SILENCE_S)
-        paths.remove()
+        remove_run(paths, run_id)
         derived.path.unlink(missing_ok=True)
         raise
     finally:

@@ -25,7 +25,7 @@ from trinity.utils.log import get_logger
 
 from mps_trainer.config import load_settings
 from mps_trainer.errors import MpsTrainerError
-from mps_trainer.operator.feeder import Exchange, Feeder
+from mps_trainer.operator.feeder import LOOK_IDLE_S, Exchange, Feeder
 from mps_trainer.operator.policy import Metrics, Outcome, ScorePolicy
 from mps_trainer.operator.recording import Recorder
 
@@ -50,6 +50,7 @@ class AuxTrainer(ExperienceOperatorV1):
         if self._settings.record is not None and (self._settings.enabled or self._settings.record_only):
             self._recorder = Recorder(Path(self._settings.record), self._settings.record_max)
         self._thread: ThreadPoolExecutor | None = None
+        self._idle_looks: asyncio.Task[None] | None = None
         self._num_batches = 0
         self._num_errors = 0
         self._num_log_errors = 0
@@ -68,6 +69,8 @@ class AuxTrainer(ExperienceOperatorV1):
                 raise
             self._num_errors += 1
             logger.warning("mps_trainer: %s", error, exc_info=not isinstance(error, MpsTrainerError))
+        if self._feeder is not None:
+            self._idle_looks = asyncio.create_task(self._look_while_idle(self._feeder))
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
         """Feed the batch; with `use: filter` or `use: reward` wait for its scores and apply them.
@@ -106,6 +109,8 @@ class AuxTrainer(ExperienceOperatorV1):
 
     async def close(self) -> None:
         """Leave the run, bounded in time."""
+        if self._idle_looks is not None:
+            self._idle_looks.cancel()
         if self._thread is None:
             return
         for part in (self._feeder, self._recorder):
@@ -113,6 +118,16 @@ class AuxTrainer(ExperienceOperatorV1):
                 await self._in_thread(part.close)
         self._thread.shutdown(wait=False)
         self._feeder = self._recorder = self._thread = None
+
+    async def _look_while_idle(self, feeder: Feeder) -> None:
+        """A rollout may take longer than what is left of the run: what we hold of it is given back meanwhile."""
+        while True:
+            await asyncio.sleep(LOOK_IDLE_S)
+            try:
+                await self._in_thread(feeder.look)
+            except (MpsTrainerError, OSError) as error:
+                # The next batch meets it too, and says so.
+                logger.debug("mps_trainer: %s", error)
 
     def _exchange(self, feeder: Feeder, exps: list[Experience]) -> Exchange:
         self._num_batches += 1

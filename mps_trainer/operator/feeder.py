@@ -24,7 +24,7 @@ from mps_trainer.errors import MpsTrainerError, PlacementError, RunError, TaskEr
 from mps_trainer.operator.extract import ExperienceLike, Extracted, Extractor
 from mps_trainer.run import RunPaths, RunRecord, State, Status, boot_id, find_by_namespace, host_name, is_held
 from mps_trainer.tasks import load_task, wire_columns
-from mps_trainer.transport import OperatorChannel, RingSettings
+from mps_trainer.transport import OperatorChannel, RingSettings, names
 from mps_trainer.transport.sweep import remove_run
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 #: A ready sidecar attaches to a new channel within milliseconds of its ring; the first scores depend on it.
 ATTACH_S = 1.0
+#: Between looks at an idle run: when it has ended, its shared memory is given back before the next batch comes.
+LOOK_IDLE_S = 5.0
 
 
 @dataclass
@@ -100,6 +102,16 @@ class Feeder:
         if not is_held(self._paths.supervisor_lock):
             # Supervisor and sidecar have cleaned up already; what was kept for a successor has none.
             remove_run(run_id)
+            if not is_held(self._paths.sidecar_lock):
+                # They left the run file because of us; it stays while another operator has not gone.
+                self._paths.remove(keep_record=names.has_objects(run_id))
+
+    def look(self) -> None:
+        """While no batch comes: leave a run that has ended. Cheap; call it every `LOOK_IDLE_S`."""
+        if self._channel is not None and self._paths is not None and not is_held(self._paths.supervisor_lock):
+            self._look_at_status()
+            self._say_once("the run has ended; experiences pass on without it")
+            self.close()
 
     def connect(self) -> None:
         """Join the run; RunError or PlacementError says why not."""
@@ -108,8 +120,7 @@ class Feeder:
             self._check_host(*self._settings.run_host.rsplit(maxsplit=1))
         paths, record = self._find_run()
         self._check_host(record.host, record.boot_id)
-        if not is_held(paths.supervisor_lock):
-            raise RunError(f"run {record.run_id} has ended", "start it again with start_mps.sh")
+        self._check_alive(paths, record)
         settings = self._settings
         self._channel = OperatorChannel.create(
             record.run_id,
@@ -119,8 +130,18 @@ class Feeder:
             block_timeout_s=settings.block_timeout,
         )
         self._paths, self.run_dir = paths, Path(record.run_dir)
+        try:
+            # It may have ended just before the channel was there, and then nobody else would remove it.
+            self._check_alive(paths, record)
+        except RunError:
+            self.close()
+            raise
         self._wait_for_attach(self._channel)
         logger.info("mps_trainer: feeding run %s (%s)", record.run_id, record.run_dir)
+
+    def _check_alive(self, paths: RunPaths, record: RunRecord) -> None:
+        if not is_held(paths.supervisor_lock):
+            raise RunError(f"run {record.run_id} has ended", "start it again with start_mps.sh")
 
     def _check_host(self, host: str, boot: str) -> None:
         self._wrong_host = boot != boot_id()
@@ -152,10 +173,7 @@ class Feeder:
         return found
 
     def _connected(self, out: Exchange) -> OperatorChannel | None:
-        if self._channel is not None and self._paths is not None and not is_held(self._paths.supervisor_lock):
-            self._look_at_status()
-            self._say_once("the run has ended; experiences pass on without it")
-            self.close()
+        self.look()
         if self._channel is None and not self._failed() and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_EVERY_S
             try:

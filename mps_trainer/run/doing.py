@@ -42,6 +42,7 @@ class Stage(IntEnum):
     EVALUATING = 3
     TAKING = 4
     TRAINING = 5
+    WRITING = 6
 
 
 WITH_EXPERIENCES = frozenset({Stage.SCORING, Stage.EVALUATING, Stage.TAKING, Stage.TRAINING})
@@ -52,6 +53,7 @@ _WORDS = {
     Stage.EVALUATING: "in predictions()",
     Stage.TAKING: "taking experiences into the replay buffer",
     Stage.TRAINING: "in loss() or the optimizer",
+    Stage.WRITING: "writing its journal, metrics or status",
 }
 
 

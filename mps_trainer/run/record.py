@@ -124,10 +124,14 @@ class RunPaths:
         """There while the supervisor ends a sidecar to start another one: then the run's channels have to stay."""
         return self.run_file.with_suffix(".successor")
 
-    def remove(self) -> None:
-        """Delete the run's files from the state folder; the run folder with its results stays."""
+    def remove(self, *, keep_record: bool = False) -> None:
+        """Delete the run's files from the state folder; the run folder with its results stays.
+
+        With `keep_record` the run file stays too: something of the run is still in /dev/shm, and by its run file the
+        next clean-up knows that the run is over.
+        """
         locks = (self.supervisor_lock, self.sidecar_lock, self.owner_lock)
-        for path in (self.run_file, *locks, self.successor_file):
+        for path in (*(() if keep_record else (self.run_file,)), *locks, self.successor_file):
             path.unlink(missing_ok=True)
 
 

@@ -48,7 +48,9 @@ class Status:
         ring_registered: whether the driver has page-locked the feed rings, so that batches reach the GPU by DMA;
             None on the CPU and before the first operator.
         set_aside: experiences that killed or hung a sidecar and are kept from its successors (`set_aside/`).
+        damaged_records: stretches of the journal that could not be read and are kept beside it (`journal/damaged-*`).
         last_death: how the last sidecar that did not end in order ended, and what it was doing.
+        trouble: what of its own files the sidecar cannot write (a full disk), while training goes on.
         error: the message of a FAILED sidecar, with what to do; why a PAUSED one waits.
     """
 
@@ -72,7 +74,9 @@ class Status:
     memory_bytes: int = 0
     ring_registered: bool | None = None
     set_aside: int = 0
+    damaged_records: int = 0
     last_death: str = ""
+    trouble: str = ""
     error: str = ""
     updated: float = field(default_factory=time.time)
 

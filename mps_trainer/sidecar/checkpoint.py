@@ -12,6 +12,7 @@ A checkpoint is written under a temporary name and renamed. No fsync, as in the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -57,6 +58,22 @@ def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep
     temporary = folder / f".step-{trainer.step}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
+    try:
+        _write(temporary, trainer, checkpoint)
+    except BaseException:
+        # On a full disk it would only be in the way of the next try.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if final.exists():
+        # The same step again (a checkpoint for the journal's sake): nothing can replace a full folder in one call.
+        final.rename(folder / f".step-{trainer.step}.{os.getpid()}.old")
+    temporary.rename(final)
+    for path in [*checkpoints(folder)[keep:], *folder.glob(".step-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+    return final
+
+
+def _write(temporary: Path, trainer: Trainer, checkpoint: Checkpoint) -> None:
     save_file(_owned(trainer.model.state_dict()), temporary / "model.safetensors")
     tensors, scalars = flatten(trainer.optimizer.state_dict())
     save_file(_owned(tensors), temporary / "optimizer.safetensors")
@@ -68,13 +85,6 @@ def save_checkpoint(folder: Path, trainer: Trainer, checkpoint: Checkpoint, keep
     save_file(random, temporary / "random.safetensors")
     state = {"format": FORMAT, "step": trainer.step, "torch": torch.__version__, **checkpoint.state}
     (temporary / "state.json").write_text(json.dumps({**state, "optimizer": scalars}, indent=1, default=as_number))
-    if final.exists():
-        # The same step again (a checkpoint for the journal's sake): nothing can replace a full folder in one call.
-        final.rename(folder / f".step-{trainer.step}.{os.getpid()}.old")
-    temporary.rename(final)
-    for path in [*checkpoints(folder)[keep:], *folder.glob(".step-*")]:
-        shutil.rmtree(path, ignore_errors=True)
-    return final
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -85,17 +95,34 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
+def oldest_position(folder: Path, newest: int) -> int:
+    """The file of the journal in which the oldest checkpoint goes on: no later one of them needs an earlier file.
+
+    Args:
+        newest: that of the newest checkpoint.
+    """
+    found = [newest]
+    for path in checkpoints(folder):
+        # What cannot be read here could not be resumed from either.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+            found.append(int(json.loads((path / "state.json").read_text())["journal"][0]))
+    return min(found)
+
+
 def load_newest(folder: Path, trainer: Trainer) -> Checkpoint | None:
     """Put the newest readable checkpoint into the trainer; None when there is none.
 
-    One that cannot be read (the disk, a power cut) is skipped with a warning. RunError when there are some and
-    none can be read.
+    One that cannot be read (the disk, a power cut) is skipped with a warning, and renamed to damaged-step-<n> once an
+    older one was read: it must not count among those that are kept. RunError when there are some and none can be read.
     """
     _restore_interrupted(folder)
     found = checkpoints(folder)
-    for path in found:
+    for number, path in enumerate(found):
         checkpoint = _try_load(path, trainer)
         if checkpoint is not None:
+            for damaged in found[:number]:
+                shutil.rmtree(folder / f"damaged-{damaged.name}", ignore_errors=True)
+                damaged.rename(folder / f"damaged-{damaged.name}")
             return checkpoint
     if found:
         raise RunError(

@@ -1,4 +1,4 @@
-"""The journal: every acknowledged record since the last checkpoint, so that a killed sidecar loses none.
+"""The journal: every acknowledged record since the oldest checkpoint, so that a killed sidecar loses none.
 
     journal/<n>.log    records, appended before their slot is released
 
@@ -6,9 +6,11 @@
 
 The header is JSON, the payload the record's bytes as they stood in shared memory (Arrow IPC). A checkpoint says at
 which place of which file the first record stands that the model has not had (`position`); a successor reads on from
-there. Every life and every checkpoint begin a file; those before the position are deleted once the checkpoint is in
-place. What a killed process had begun to append is a torn tail: it was never acknowledged, so it is cut off and the
-record is delivered again.
+there. Every life and every checkpoint begin a file. Those that the oldest checkpoint has had are deleted, so that a
+successor which cannot read the newest loses nothing either; what is kept for that alone has a bound in bytes.
+What a killed process had begun to append is a torn tail: it was never acknowledged, so it is cut off and the
+record is delivered again. Damaged bytes before a whole record, or as long as the record they begin, are no torn tail
+but a fault of the disk: they are kept in damaged-<n>-at-<place>.bin for people, and the next whole record follows.
 
 There is no fsync: this guards against the death of the process, not of the machine. After a power cut the run
 itself is gone, and its last checkpoint is what remains.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import struct
 import zlib
@@ -25,10 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.errors import RunError
+from mps_trainer.run.private_files import write_private
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"MPSJ"
 _HEAD = struct.Struct("<4sIQI")
+#: For checkpoints before the newest. As much again may come after the newest (`loop._MAX_JOURNAL_BYTES`).
+_MAX_OLDER_BYTES = 512 * 2**20
+_Record = tuple[dict[str, Any], memoryview]
 
 
 class Journal:
@@ -36,6 +43,9 @@ class Journal:
 
     Args:
         number, place: the position that the checkpoint names; (0, 0) without one.
+
+    Attributes:
+        damaged: stretches of damaged bytes that were skipped over the run so far.
     """
 
     def __init__(self, folder: Path, number: int = 0, place: int = 0) -> None:
@@ -43,8 +53,11 @@ class Journal:
         self._folder = folder
         self._reading = number
         self._place = place
-        self.drop_before(number)
+        self._checkpointed = (number, place)
+        self.damaged = len(list(folder.glob("damaged-*.bin")))
         older = self._files()
+        if older and number < older[0]:
+            _log.error("the journal begins with %d.log, not with %d.log: what lay between is lost", older[0], number)
         # A file of one's own, because an older one may end in a torn tail.
         self._number = max(older) + 1 if older else number
         self._descriptor = -1
@@ -69,8 +82,12 @@ class Journal:
     @property
     def unread(self) -> int:
         """Bytes from the position on: 0 when everything has been read."""
-        later = [number for number in self._files() if number >= self._reading]
-        return sum(self._path(number).stat().st_size for number in later) - self._place
+        return self._bytes_from(*self.position)
+
+    @property
+    def growth(self) -> int:
+        """Bytes that the newest checkpoint lacks."""
+        return self._bytes_from(*self._checkpointed)
 
     def append(self, header: dict[str, Any], payload: memoryview | bytes) -> None:
         """Write one record. RunError when it does not fit on the disk; nothing of it is left then."""
@@ -92,8 +109,8 @@ class Journal:
             )
         self._size += needed
 
-    def read(self) -> tuple[dict[str, Any], memoryview] | None:
-        """The next record, oldest first; None when there is no more. A torn tail is cut off."""
+    def read(self) -> _Record | None:
+        """The next record, oldest first; None when there is no more. A torn tail is cut off, a damaged one skipped."""
         while True:
             record = self._read_here()
             if record is not None or self._reading == self._number:
@@ -106,11 +123,26 @@ class Journal:
 
     def begin_next(self) -> int:
         """Start the next file, for what follows the checkpoint that is being taken; its number. Only with all read."""
-        self.close()
         self._number += 1
-        self._open()
+        try:
+            self._open()
+        except OSError:
+            # What follows goes into the old file.
+            self._number -= 1
+            raise
         self.skip()
         return self._number
+
+    def checkpointed(self, position: tuple[int, int], oldest: int) -> None:
+        """A checkpoint at `position` is in place, and the oldest one goes on in file `oldest`: delete what none needs.
+
+        What only older ones need is deleted too where it is too much, oldest first.
+        """
+        self._checkpointed = position
+        older = [number for number in self._files() if oldest <= number < position[0]]
+        while older and sum(self._path(number).stat().st_size for number in older) > _MAX_OLDER_BYTES:
+            older.pop(0)
+        self.drop_before(min([*older, position[0]]))
 
     def drop_before(self, number: int) -> None:
         """Delete the files that a checkpoint has made superfluous."""
@@ -129,38 +161,94 @@ class Journal:
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(self._path(self._number), flags, 0o600)
+        descriptor = os.open(self._path(self._number), flags, 0o600)
+        self.close()
+        self._descriptor = descriptor
         self._size = os.fstat(self._descriptor).st_size
+
+    def _bytes_from(self, number: int, place: int) -> int:
+        sizes = {found: self._path(found).stat().st_size for found in self._files() if found >= number}
+        return sum(sizes.values()) - min(place, sizes.get(number, 0))
 
     def _files(self) -> list[int]:
         # Somebody may have put a file beside them: old.log is none of ours.
         return sorted(int(path.stem) for path in self._folder.glob("*.log") if path.stem.isdecimal())
 
-    def _read_here(self) -> tuple[dict[str, Any], memoryview] | None:
+    def _read_here(self) -> _Record | None:
         path = self._path(self._reading)
         size = path.stat().st_size if path.exists() else 0
         if self._place >= size:
             return None
-        with path.open("rb") as file:
-            file.seek(self._place)
-            record = _read_record(file.read(_HEAD.size), file.read)
-            if record is not None:
-                self._place = file.tell()
-                return record
-        _log.warning("cut a torn tail of %d bytes off %s", size - self._place, path)
-        os.truncate(path, self._place)
-        if self._reading == self._number:
-            self._size = self._place
+        with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+            found = _record_at(content, self._place)
+            if found is None:
+                begin = self._place
+                self._place, found = _next_record(content, begin)
+                if found is not None or not _is_torn(content[begin : begin + _HEAD.size], size - begin):
+                    self._keep_damaged(content[begin : self._place], begin)
+                else:
+                    self._place = begin
+            if found is not None:
+                self._place += found[1]
+                return found[0]
+        if self._place < size:
+            _log.warning("cut a torn tail of %d bytes off %s", size - self._place, path)
+            os.truncate(path, self._place)
+            if self._reading == self._number:
+                self._size = self._place
         return None
 
+    def _keep_damaged(self, content: bytes, place: int) -> None:
+        aside = self._folder / f"damaged-{self._reading}-at-{place}.bin"
+        _log.error(
+            "%s: %d damaged bytes (%s) are skipped and kept in %s",
+            self._path(self._reading), len(content), _describe(content), aside.name,
+        )  # fmt: skip
+        # A predecessor may have been here.
+        if not aside.exists():
+            self.damaged += 1
+            try:
+                write_private(aside, content)
+            except OSError as error:
+                _log.error("%s cannot be written: %s", aside.name, error)
 
-def _read_record(head: bytes, read: Any) -> tuple[dict[str, Any], memoryview] | None:
+
+def _record_at(content: mmap.mmap, place: int) -> tuple[_Record, int] | None:
+    """The whole record at `place` and its bytes in all; None when there is none."""
+    head = content[place : place + _HEAD.size]
+    if len(head) < _HEAD.size or not head.startswith(_MAGIC):
+        return None
+    _, header_bytes, payload_bytes, checksum = _HEAD.unpack(head)
+    begin, end = place + _HEAD.size, place + _HEAD.size + header_bytes + payload_bytes
+    if end > len(content):
+        return None
+    encoded, payload = content[begin : begin + header_bytes], content[begin + header_bytes : end]
+    if zlib.crc32(payload, zlib.crc32(encoded)) != checksum:
+        return None
+    return (json.loads(encoded), memoryview(payload)), end - place
+
+
+def _next_record(content: mmap.mmap, place: int) -> tuple[int, tuple[_Record, int] | None]:
+    """Where the next whole record after `place` begins, and that record; the end and None when there is none."""
+    while (place := content.find(_MAGIC, place + 1)) >= 0:
+        if (found := _record_at(content, place)) is not None:
+            return place, found
+    return len(content), None
+
+
+def _is_torn(head: bytes, num_bytes: int) -> bool:
+    """Whether `num_bytes` up to a file's end, which begin with `head`, can be the beginning of one longer record."""
     if len(head) < _HEAD.size:
-        return None
-    magic, header_bytes, payload_bytes, checksum = _HEAD.unpack(head)
-    if magic != _MAGIC:
-        return None
-    encoded, payload = read(header_bytes), read(payload_bytes)
-    if len(payload) != payload_bytes or zlib.crc32(payload, zlib.crc32(encoded)) != checksum:
-        return None
-    return json.loads(encoded), memoryview(payload)
+        return head[: len(_MAGIC)] == _MAGIC[: len(head)]
+    magic, header_bytes, payload_bytes, _ = _HEAD.unpack(head)
+    return bool(magic == _MAGIC and _HEAD.size + header_bytes + payload_bytes > num_bytes)
+
+
+def _describe(content: bytes) -> str:
+    """The record that damaged bytes were, if that can still be read."""
+    try:
+        _, header_bytes, _, _ = _HEAD.unpack_from(content)
+        header = json.loads(content[_HEAD.size : _HEAD.size + header_bytes])
+        return f"record {header['seq']} of request {header['request_id']} of {header['channel']}"
+    except (struct.error, ValueError, KeyError, TypeError):
+        return "whose record cannot be named"

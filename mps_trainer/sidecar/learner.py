@@ -22,6 +22,7 @@ from mps_trainer.config import Settings
 from mps_trainer.sidecar.auc import RunningAuc, area_under_curve
 from mps_trainer.sidecar.replay import Empty, ReplayBuffer
 from mps_trainer.sidecar.trainer import Trainer
+from mps_trainer.transport import RecordHeader
 
 #: At most one record is in flight when a sidecar dies, so a few remembered names are plenty.
 _REMEMBERED_RECORDS = 256
@@ -37,6 +38,11 @@ class RecordName:
     part: int
     parts: int
     sent_ns: int
+
+    @classmethod
+    def of(cls, header: RecordHeader) -> RecordName:
+        """The name of a record of a channel."""
+        return cls(header.channel, header.seq, header.request_id, header.part, header.parts, header.sent_ns)
 
     @property
     def key(self) -> tuple[str, int]:

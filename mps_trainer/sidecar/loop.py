@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+from safetensors import SafetensorError
 
 from mps_trainer.columns import PackedBatch
 from mps_trainer.config import Settings
 from mps_trainer.errors import CorruptRecordError
-from mps_trainer.run import RunRecord, State, Status
+from mps_trainer.run import RunRecord, State
 from mps_trainer.run.doing import Stage
 from mps_trainer.sidecar.batch_report import BatchReport
 from mps_trainer.sidecar.dropped import Dropped
@@ -37,6 +37,7 @@ from mps_trainer.sidecar.ending import Ending
 from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
 from mps_trainer.sidecar.noting import Note
+from mps_trainer.sidecar.own_files import OwnFiles
 from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import Learning
@@ -54,20 +55,20 @@ class Sidecar:
     """The loop around a `Learning`; see the drawing above."""
 
     def __init__(
-        self, record: RunRecord, settings: Settings, learning: Learning, status: Status, ending: Ending
+        self, record: RunRecord, settings: Settings, learning: Learning, own: OwnFiles, ending: Ending
     ) -> None:
-        self._run_dir = Path(record.run_dir)
+        self._own = own
         self._settings = settings
         self._learning = learning
         self._journal = learning.journal
         self._learner = learning.learner
         self._trainer = learning.learner.trainer
-        self._status = status
+        self._status = own.status
         self._ending = ending
         self._pause = Pause(record)
-        self._metrics = MetricsLog(self._run_dir)
+        self._metrics = MetricsLog(own)
         self._report = BatchReport(self._metrics, self._learner)
-        self._note = Note(self._run_dir, settings.batch_size)
+        self._note = Note(own.run_dir, settings.batch_size)
         self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
         self._trainer.on_part = self._note.beat
         self._aside = learning.aside
@@ -76,8 +77,7 @@ class Sidecar:
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         self._dropped = Dropped(self._hub)
         ending.listen(self._hub.wake)
-        self._saved_at_step = self._trainer.step
-        self._status_saved = 0.0
+        self._saved_at_step = self._tried_at_step = self._trainer.step
         self._behind = True
 
     def serve(self, ready: ReadyPipe) -> None:
@@ -183,7 +183,7 @@ class Sidecar:
             return delivery
 
     def _take(self, delivery: Delivery) -> None:
-        name = _name(delivery)
+        name = RecordName.of(delivery.header)
         if self._aside.takes(name, delivery.batch):
             return
         if delivery.header.want_scores:
@@ -191,8 +191,10 @@ class Sidecar:
         if self._learner.knows(name):
             return
         self._evaluate(name, delivery.batch)
-        self._note.stage(Stage.TAKING)
+        # A disk that refuses it is not the doing of the experiences.
+        self._note.stage(Stage.WRITING)
         self._journal.append(dataclasses.asdict(name), delivery.payload)
+        self._note.stage(Stage.TAKING)
         self._learner.take(name, delivery.batch)
         self._journal.skip()
 
@@ -202,7 +204,7 @@ class Sidecar:
 
     def _score(self, delivery: Delivery) -> None:
         begin = time.monotonic()
-        self._note.record(Stage.SCORING, _name(delivery), delivery.batch, self._trainer.step)
+        self._note.record(Stage.SCORING, RecordName.of(delivery.header), delivery.batch, self._trainer.step)
         scores = self._trainer.score(delivery.batch)
         delivery.reply(scores, self._trainer.step)
         self._report.scored(scores, (time.monotonic() - begin) * 1e3)
@@ -221,11 +223,12 @@ class Sidecar:
             begin = time.monotonic()
             loss = self._learner.train_step()
             self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
+        self._note.stage(Stage.WRITING)
         backlog = sum(producer.backlog for producer in self._hub.producers())
         self._report.write(self._learner.close_batch(), backlog, self._dropped.counts())
         self._save_status()
-        large = not self._behind and self._journal.nbytes > _MAX_JOURNAL_BYTES
-        if large or self._trainer.step - self._saved_at_step >= self._settings.checkpoint_every:
+        large = not self._behind and self._journal.growth > _MAX_JOURNAL_BYTES
+        if large or self._trainer.step - self._tried_at_step >= self._settings.checkpoint_every:
             self._save()
 
     def _look_around(self) -> None:
@@ -236,7 +239,7 @@ class Sidecar:
         if self._pause.engine_is_starting:
             self._ending.engine_seen()
         self._dropped.reap()
-        if time.monotonic() - self._status_saved > _STATUS_S:
+        if time.monotonic() - self._own.saved_at > _STATUS_S:
             self._save_status()
 
     def _drain(self) -> None:
@@ -258,7 +261,7 @@ class Sidecar:
                 "after %g s of draining %d training steps were not taken and %d bytes of records wait in the journal",
                 _DRAIN_S, self._learner.steps_due, self._journal.unread,
             )  # fmt: skip
-        if self._trainer.step != self._saved_at_step or self._journal.nbytes:
+        if self._trainer.step != self._saved_at_step or self._journal.growth:
             self._save()
         self._dropped.reap()
 
@@ -270,9 +273,10 @@ class Sidecar:
             delivery = self._receive()
             if delivery is None:
                 return
-            name = _name(delivery)
+            name = RecordName.of(delivery.header)
             if not self._aside.takes(name, delivery.batch):
                 if not self._learner.knows(name):
+                    self._note.stage(Stage.WRITING)
                     self._journal.append(dataclasses.asdict(name), delivery.payload)
                 if delivery.header.want_scores and not late():
                     self._score(delivery)
@@ -280,8 +284,15 @@ class Sidecar:
 
     def _save(self) -> None:
         self._note.stage(Stage.SAVING)
-        self._learning.save()
-        self._saved_at_step = self._trainer.step
+        self._tried_at_step = self._trainer.step
+        try:
+            self._learning.save()
+        except (OSError, SafetensorError) as error:
+            # Nothing is lost: the journal still holds all that the checkpoint before it lacks.
+            self._own.failed("a checkpoint", error)
+        else:
+            self._own.works("a checkpoint")
+            self._saved_at_step = self._trainer.step
 
     def _set_state(self, state: State) -> None:
         self._status.state = state
@@ -292,17 +303,7 @@ class Sidecar:
             setattr(self._status, name, value)
         self._status.version = self._trainer.step
         self._status.set_aside = self._aside.count
+        self._status.damaged_records = self._journal.damaged
         self._status.replay_size = len(self._learner.replay)
-        self._status.memory_bytes = _resident_bytes()
         self._status.ring_registered = self._ring.registered if self._ring is not None else None
-        self._status.save(self._run_dir)
-        self._status_saved = time.monotonic()
-
-
-def _name(delivery: Delivery) -> RecordName:
-    header = delivery.header
-    return RecordName(header.channel, header.seq, header.request_id, header.part, header.parts, header.sent_ns)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        self._own.save_status()

@@ -12,27 +12,35 @@ All times are in milliseconds, `t` in seconds since the epoch.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
+import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mps_trainer.columns import Array
+from mps_trainer.sidecar.own_files import OwnFiles
 
 _log = logging.getLogger(__name__)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 class MetricsLog:
-    """Appends lines to metrics.jsonl and, once `open_tensorboard` has found it installed, to an event file."""
+    """Appends lines to metrics.jsonl and, once `open_tensorboard` has found it installed, to an event file.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
+    A line that cannot be written is lost and told in `own`; the next one is tried again.
+    """
+
+    def __init__(self, own: OwnFiles) -> None:
+        self._own = own
+        self._run_dir = own.run_dir
+        self._descriptor = -1
         self._board: Any = None
+        self._append(b"")
 
     def open_tensorboard(self) -> None:
         """Write event files too when `tensorboard` is installed. Called after READY, since the import takes long."""
@@ -48,16 +56,41 @@ class MetricsLog:
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """One line; numbers that do not exist yet are null."""
         now = time.time()
-        self._file.write(json.dumps({"kind": kind, "t": round(now, 3), **values}) + "\n")
+        self._append(json.dumps({"kind": kind, "t": round(now, 3), **values}).encode() + b"\n")
         if self._board is not None and kind != "resume":
-            self._board.write(now, values["step"], values)
+            try:
+                self._board.write(now, values["step"], values)
+            except OSError as error:
+                # A record that is cut short ends an event file for its readers.
+                self._own.failed("tensorboard", error)
+                self._drop_board()
 
     def close(self) -> None:
         """Close both files. Calling it again does nothing."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        self._drop_board()
+
+    def _append(self, line: bytes) -> None:
+        try:
+            if self._descriptor < 0:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._descriptor = os.open(self._run_dir / "metrics.jsonl", flags, 0o600)
+            size = os.fstat(self._descriptor).st_size
+            if os.write(self._descriptor, line) != len(line):
+                os.ftruncate(self._descriptor, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._own.failed("metrics.jsonl", error)
+        else:
+            self._own.works("metrics.jsonl")
+
+    def _drop_board(self) -> None:
+        board, self._board = self._board, None
+        if board is not None:
+            with contextlib.suppress(OSError):
+                board.close()
 
 
 def quantiles(scores: list[Array]) -> list[float] | None:

@@ -48,7 +48,10 @@ class Phases:
         )
         _log.info("ready in %.1f s%s: %s", total, waited, parts)
         found = {"ready_s": total, "waited_s": self._waited_s, "summons_to_ready_s": after, "phases_s": self._seconds}
-        write_private(run_dir / "startup.json", json.dumps(found, indent=1))
+        try:
+            write_private(run_dir / "startup.json", json.dumps(found, indent=1))
+        except OSError as error:
+            _log.warning("startup.json cannot be written: %s", error)
 
     def _passed(self) -> float:
         now = time.monotonic()

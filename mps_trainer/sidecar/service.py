@@ -32,9 +32,11 @@ from mps_trainer.sidecar.gpu.faults import end_at_once, is_gpu_fault
 from mps_trainer.sidecar.gpu.safe_end import SafeEnd
 from mps_trainer.sidecar.loop import Sidecar
 from mps_trainer.sidecar.orphan import watch_for_orphaning
+from mps_trainer.sidecar.own_files import OwnFiles
 from mps_trainer.sidecar.phases import Phases
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import build_learning, prepare, settle_device
+from mps_trainer.transport import names
 
 _log = logging.getLogger(__name__)
 
@@ -83,16 +85,16 @@ class Start:
         """Whether it waits for an engine; then no life of this run has been READY."""
         return self.go_descriptor >= 0
 
-    def wait(self, ending: Ending, status: Status, run_dir: Path) -> bool:
+    def wait(self, ending: Ending, own: OwnFiles) -> bool:
         """Say that we wait, and wait; False when the run ends instead."""
-        status.state = State.WAITING
-        status.save(run_dir)
+        own.status.state = State.WAITING
+        own.save_status()
         _log.info("warm: waiting for the first rollout engine")
         self.ready.waiting()
         going = ending.wait_for_go(self.go_descriptor)
         self.phases.waited()
-        status.state = State.STARTING if going else State.STOPPED
-        status.save(run_dir)
+        own.status.state = State.STARTING if going else State.STOPPED
+        own.save_status()
         return going
 
 
@@ -115,12 +117,13 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, start: St
         run_dir = Path(record.run_dir)
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = _begin_status(record)
-        status.save(run_dir)
+        own = OwnFiles(status, run_dir)
+        own.save_status()
         early = EarlyEnd(status, run_dir, successor=status.restarts > 0 and not start.is_warm)
         watch_for_orphaning(paths.supervisor_lock, status, run_dir, lambda: early.synchronise())
         try:
             prepared = prepare(record, settings, start.phases)
-            if start.is_warm and not start.wait(ending, status, run_dir):
+            if start.is_warm and not start.wait(ending, own):
                 _log.info("ending: %s", ending.reason)
             else:
                 shared = settle_device(record, settings, start.phases)
@@ -129,21 +132,21 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, start: St
                 learning = build_learning(record, settings, prepared, shared, start.phases)
                 # The worst case may be large, and its work is done.
                 del prepared
-                sidecar = Sidecar(record, settings, learning, status, ending)
+                sidecar = Sidecar(record, settings, learning, own, ending)
                 stack.callback(sidecar.close)
                 start.phases.ready(run_dir)
                 _serve(sidecar, start.ready)
         except (MpsTrainerError, RuntimeError) as error:
             if isinstance(error, GpuFaultError) or is_gpu_fault(error):
-                _end_with_dead_gpu(error, status, run_dir, start.ready)
+                _end_with_dead_gpu(error, own, start.ready)
             # FAILED is for good. After anything else the supervisor starts a successor and says so itself.
             if _exit_code(error) in FINAL:
                 status.state, status.error = State.FAILED, str(error)
-                status.save(run_dir)
+                own.save_status()
             raise
         if ending.orphaned:
             # Nobody else is left to do it.
-            paths.remove()
+            paths.remove(keep_record=names.has_objects(record.run_id))
 
 
 def _serve(sidecar: Sidecar, ready: ReadyPipe) -> None:
@@ -155,11 +158,11 @@ def _serve(sidecar: Sidecar, ready: ReadyPipe) -> None:
         raise
 
 
-def _end_with_dead_gpu(error: Exception, status: Status, run_dir: Path, ready: ReadyPipe) -> NoReturn:
+def _end_with_dead_gpu(error: Exception, own: OwnFiles, ready: ReadyPipe) -> NoReturn:
     """For the supervisor, which reads the error, decides on the experiences in work and starts a successor."""
     _log.error("the GPU context is dead, so the sidecar ends at once", exc_info=error)
-    status.error = str(error)
-    status.save(run_dir)
+    own.status.error = str(error)
+    own.save_status()
     ready.failed(error)
     end_at_once()
 

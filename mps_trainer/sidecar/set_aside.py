@@ -65,9 +65,7 @@ class SetAside:
         told = self._folder / f"{name}.json"
         if told.exists():
             return
-        make_private(self._folder)
         eids = tuple(rows["eid"].text(i) for i in range(rows.num_rows))
-        write_private(self._folder / f"{name}.arrow", to_arrow(rows))
         facts = {
             "experiences": rows.num_rows,
             "stage": verdict.stage.name.lower(),
@@ -77,8 +75,14 @@ class SetAside:
             "cause": verdict.cause,
             "eids": eids,
         }
-        # Last, because it counts: without it the rows are written again.
-        write_private(told, json.dumps(facts, indent=1))
+        try:
+            make_private(self._folder)
+            write_private(self._folder / f"{name}.arrow", to_arrow(rows))
+            # Last, because it counts: without it the rows are written again.
+            write_private(told, json.dumps(facts, indent=1))
+        except OSError as error:
+            # They would kill this sidecar too: better no copy of them than no run.
+            _log.error("no copy of %s can be kept: %s", name, error)
         self.count += rows.num_rows
         _log.error("set aside in %s.arrow: %s; a sidecar ended with %s", name, describe_ids(eids), verdict.cause)
 

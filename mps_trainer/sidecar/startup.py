@@ -19,7 +19,7 @@ from mps_trainer.columns import Column, PackedBatch
 from mps_trainer.config import Settings
 from mps_trainer.errors import PlacementError, TaskError
 from mps_trainer.run import RunRecord
-from mps_trainer.sidecar.checkpoint import Checkpoint, load_newest, save_checkpoint
+from mps_trainer.sidecar.checkpoint import Checkpoint, load_newest, oldest_position, save_checkpoint
 from mps_trainer.sidecar.gpu.ring_memory import RingMemory, ring_for
 from mps_trainer.sidecar.gpu.shared import SharedGpu
 from mps_trainer.sidecar.gpu.staging import staging_for
@@ -60,7 +60,10 @@ class Learning:
     ring: RingMemory | None = None
 
     def save(self) -> None:
-        """Take a checkpoint, between two steps, and delete the part of the journal that it makes superfluous."""
+        """Take a checkpoint, between two steps, and delete the part of the journal that no checkpoint needs any more.
+
+        OSError or SafetensorError when the disk refuses it; all that was there stays.
+        """
         begin = time.monotonic()
         if not self.journal.unread:
             self.journal.begin_next()
@@ -70,7 +73,7 @@ class Learning:
         path = save_checkpoint(
             self.checkpoint_folder, self.learner.trainer, Checkpoint(replay=arrays, state=state), self.keep_checkpoints
         )
-        self.journal.drop_before(position[0])
+        self.journal.checkpointed(position, oldest_position(self.checkpoint_folder, position[0]))
         _log.info("checkpoint %s in %.0f ms", path.name, (time.monotonic() - begin) * 1e3)
 
 
@@ -164,10 +167,13 @@ def build_learning(
         learner.load_state(found.replay, found.state)
         position = tuple(found.state["journal"])
         _log.info("resumed from step %d with %d experiences", trainer.step, len(learner.replay))
+    journal = Journal(run_dir / "journal", *position)
+    # A predecessor may have been killed before it did.
+    journal.drop_before(oldest_position(run_dir / "checkpoints", position[0]))
     return Learning(
         learner=learner,
         columns=columns,
-        journal=Journal(run_dir / "journal", *position),
+        journal=journal,
         checkpoint_folder=run_dir / "checkpoints",
         keep_checkpoints=settings.keep_checkpoints,
         resumed_from=found.state["step"] if found is not None else None,

@@ -104,6 +104,15 @@ def leftovers(run_id: str) -> list[str]:
     return [entry for entry, hit in hits if hit and hit[0] == run_id]
 
 
+def has_objects(run_id: str) -> bool:
+    """Whether anything of the run that is this user's own is there; what another user planted does not count."""
+    for entry in leftovers(run_id):
+        with contextlib.suppress(FileNotFoundError, TransportError):
+            check_private_file(os.lstat(f"{SHM_DIR}/{entry}"), entry)
+            return True
+    return False
+
+
 def check_private_file(info: os.stat_result, what: str) -> None:
     """Refuse a file that another user could have planted: wrong owner, wrong type, readable by others."""
     problems = []

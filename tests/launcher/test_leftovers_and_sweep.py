@@ -14,6 +14,7 @@ import pytest
 from launcher_helpers import segment_content
 
 from mps_trainer.launcher import leftovers
+from mps_trainer.launcher.shm_objects import UNFINISHED_SECONDS
 from mps_trainer.run import new_run_id, run_paths
 from mps_trainer.transport import layout, sweep
 
@@ -174,4 +175,4 @@ def test_the_scenes_differ_in_what_stays(twins: tuple[Objects, Objects]) -> None
 
 
 def test_the_same_patience() -> None:
-    assert leftovers._UNFINISHED_SECONDS == sweep.UNFINISHED_S
+    assert UNFINISHED_SECONDS == sweep.UNFINISHED_S

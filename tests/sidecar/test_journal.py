@@ -121,3 +121,76 @@ def test_a_full_disk_is_told_and_leaves_no_half_record(tmp_path: Path) -> None:
     assert (tmp_path / "0.log").stat().st_size == size
     journal.append({}, b"more")
     assert payloads(Journal(tmp_path)) == [b"whole", b"more"]
+
+
+NAMED = {"channel": "/mpst.x.0", "seq": 1, "request_id": 7}
+
+
+@pytest.mark.parametrize("place", [0, 4, 8, 15, 16, 25, 60, 140])
+def test_a_damaged_record_in_the_middle_costs_only_itself(
+    tmp_path: Path, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path)
+    journal.append({}, b"a" * 100)
+    begin = journal.nbytes
+    journal.append(NAMED, b"b" * 100)
+    end = journal.nbytes
+    journal.append({}, b"c" * 100)
+    path = tmp_path / "0.log"
+    content = bytearray(path.read_bytes())
+    content[begin + place] ^= 0x80
+    path.write_bytes(content)
+    for _ in range(2):
+        # The second is that of a successor, which passes there again.
+        successor = Journal(tmp_path)
+        assert payloads(successor) == [b"a" * 100, b"c" * 100]
+        assert successor.damaged == 1
+        successor.append({}, b"d")
+        assert payloads(successor) == [b"d"]
+        (tmp_path / f"{successor.number}.log").unlink()
+    assert (tmp_path / f"damaged-0-at-{begin}.bin").read_bytes() == content[begin:end]
+    assert ("record 1 of request 7 of /mpst.x.0" in caplog.text) == (place in (0, 8, 15, 16, 140))
+
+
+def test_a_damaged_record_at_the_end_is_kept_and_only_a_torn_one_is_cut(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append(NAMED, b"b" * 100)
+    size = journal.nbytes
+    path = tmp_path / "0.log"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    journal = Journal(tmp_path)
+    assert payloads(journal) == []
+    assert journal.damaged == 1
+    assert path.stat().st_size == size
+
+
+def test_what_older_checkpoints_need_stays_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path)
+    for i in range(4):
+        journal.append({}, bytes([i]) * 100)
+        journal.begin_next()
+        journal.checkpointed(journal.position, max(0, i - 1))
+        assert journal.growth == 0
+    assert payloads(Journal(tmp_path, 3)) == [b"\3" * 100]
+    # The oldest checkpoint goes on in file 2.
+    assert payloads(Journal(tmp_path, 2)) == [b"\2" * 100, b"\3" * 100]
+    assert not (tmp_path / "1.log").exists()
+    assert caplog.text == ""
+    monkeypatch.setattr("mps_trainer.sidecar.journal._MAX_OLDER_BYTES", 150)
+    journal.checkpointed(journal.position, 2)
+    assert payloads(Journal(tmp_path, 2)) == [b"\3" * 100]
+    assert "what lay between is lost" in caplog.text
+
+
+def test_a_disk_that_refuses_the_next_file_leaves_the_old_one_in_use(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    (tmp_path / "1.log").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        journal.begin_next()
+    (tmp_path / "1.log").rmdir()
+    journal.append({}, b"x")
+    assert payloads(Journal(tmp_path)) == [b"x"]

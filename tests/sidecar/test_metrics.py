@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mps_trainer.run import Status
 from mps_trainer.sidecar.metrics import MetricsLog
+from mps_trainer.sidecar.own_files import OwnFiles
 
 
 @pytest.mark.parametrize(
@@ -24,9 +26,33 @@ def test_a_broken_tensorboard_costs_only_the_event_files(
     monkeypatch.delitem(sys.modules, "mps_trainer.sidecar.tensorboard", raising=False)
     monkeypatch.syspath_prepend(str(broken.parent))
     caplog.set_level("INFO")
-    metrics = MetricsLog(tmp_path)
+    metrics = MetricsLog(OwnFiles(Status(run_id="r"), tmp_path))
     metrics.open_tensorboard()
     metrics.write("batch", {"step": 3, "loss": 0.5})
     metrics.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 0.5
     assert failure.split("'")[1] in caplog.text
+
+
+def test_a_full_disk_costs_lines_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    own = OwnFiles(Status(run_id="r"), tmp_path)
+    metrics = MetricsLog(own)
+    for step in range(3):
+        metrics.write("batch", {"step": step})
+    assert caplog.text.count("metrics.jsonl cannot be written") == 1
+    assert "No space left" in own.status.trouble
+    metrics.close()
+
+
+def test_a_folder_in_its_place_costs_lines_until_it_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    own = OwnFiles(Status(run_id="r"), tmp_path)
+    metrics = MetricsLog(own)
+    metrics.write("batch", {"step": 1})
+    assert "Is a directory" in own.status.trouble
+    (tmp_path / "metrics.jsonl").rmdir()
+    metrics.write("batch", {"step": 2})
+    metrics.close()
+    assert own.status.trouble == ""
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2]

@@ -13,8 +13,10 @@ from plain_loop import assert_same_weights, newest_weights, train_plainly
 from real_sidecar import token_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.run import State, Status
 from mps_trainer.run.exit_codes import BAD_CONFIG, OK, TASK_FAILED
+from mps_trainer.transport import leftovers
 
 
 def test_weights_equal_a_plain_loop_in_one_process(make_run: Any) -> None:
@@ -69,6 +71,21 @@ def test_the_supervisors_death_ends_the_sidecar_and_its_files(make_run: Any) -> 
     assert child.wait(10) == OK
     assert not run.paths.run_file.exists()
     assert "supervisor is gone" in run.log()
+
+
+def test_a_sidecar_that_ends_alone_leaves_the_run_file_to_a_living_operator(make_run: Any) -> None:
+    """By that file the next clean-up knows that the run is over, should the operator be killed."""
+    run = make_run()
+    child, _ = run.start()
+    with run.channel() as channel:
+        run.wait_for_attach(channel)
+        run.supervisor.release()
+        assert child.wait(10) == OK
+        assert run.paths.run_file.exists()
+        assert not run.paths.sidecar_lock.exists()
+    remove_leftovers()
+    assert leftovers(run.run_id) == []
+    assert not run.paths.run_file.exists()
 
 
 def test_no_operator_for_the_idle_timeout_ends_it(make_run: Any) -> None:

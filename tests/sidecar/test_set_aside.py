@@ -80,17 +80,26 @@ def test_a_death_amid_the_writing_loses_nothing(tmp_path: Path, monkeypatch: pyt
 
     def die(path: Path, content: bytes) -> None:
         if path.suffix == ".json":
-            raise OSError(28, "no space")
+            raise SystemExit("killed")
         write_private(path, content)
 
     monkeypatch.setattr(set_aside, "write_private", die)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(SystemExit, match="killed"):
         SetAside(tmp_path).takes(NAME, packed(5))
     monkeypatch.undo()
     again = SetAside(tmp_path)
     assert again.count == 0
     assert again.takes(NAME, packed(5))
     assert again.count == 5
+
+
+def test_a_disk_that_refuses_the_copy_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    condemn(tmp_path, Subject(4, reference(NAME), ("e0",)), Stage.SCORING)
+    (tmp_path / "set_aside").touch()
+    aside = SetAside(tmp_path)
+    assert aside.takes(NAME, packed(5))
+    assert aside.count == 5
+    assert "no copy of record-mpst.x.0-7-99 can be kept" in caplog.text
 
 
 def test_a_condemned_steps_experiences_leave_the_buffer_before_that_step_in_every_life(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""What the sidecar writes of itself, on a disk that may refuse it: that is said once, and training goes on.
+
+A full disk, a folder in place of a file, a lost right: none of it is the experiences' doing, and none is worth the run.
+The journal alone is different (`journal.py`): a record that it refuses stays in its ring.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from mps_trainer.run import Status
+
+_log = logging.getLogger(__name__)
+
+
+class OwnFiles:
+    """Keeps up `status.json`, and knows what cannot be written now (`Status.trouble`).
+
+    Attributes:
+        saved_at: when that was tried last, on the monotonic clock.
+    """
+
+    def __init__(self, status: Status, run_dir: Path) -> None:
+        self.status = status
+        self.run_dir = run_dir
+        self.saved_at = 0.0
+        self._troubles: dict[str, str] = {}
+
+    def save_status(self) -> None:
+        """Write the status as it is."""
+        self.status.memory_bytes = _resident_bytes()
+        self.saved_at = time.monotonic()
+        try:
+            self.status.save(self.run_dir)
+        except OSError as error:
+            self.failed("status.json", error)
+        else:
+            self.works("status.json")
+
+    def failed(self, what: str, error: Exception) -> None:
+        """`what` cannot be written; logged when that is new."""
+        if what not in self._troubles:
+            _log.error("%s cannot be written, training goes on without: %s", what, error)
+        self._troubles[what] = f"{what} cannot be written: {error}"
+        self._tell()
+
+    def works(self, what: str) -> None:
+        """`what` was written."""
+        if self._troubles.pop(what, None) is not None:
+            _log.info("%s can be written again", what)
+            self._tell()
+
+    def _tell(self) -> None:
+        self.status.trouble = "; ".join(self._troubles.values())
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
