@@ -22,7 +22,7 @@ from pathlib import Path
 from mps_trainer.errors import TransportError
 from mps_trainer.mps.sweep import sweep_daemons
 from mps_trainer.run import RunPaths, is_held, is_run_alive, run_paths, state_dir
-from mps_trainer.transport import layout, names
+from mps_trainer.transport import layout, names, weights_file
 from mps_trainer.transport.locks import LockFile, private_lock_file
 
 SHM = Path(names.SHM_DIR)
@@ -31,7 +31,7 @@ RAY_FOLDER_LOCK = "owner.lock"
 _UNKNOWN_RUN_SECONDS = 600.0
 # Younger than this, an operator may just be making its channel, and has not locked it yet.
 _UNFINISHED_SECONDS = 60.0
-_BELL = -1
+_BELL, _WEIGHTS = -1, -2
 _LARGEST_HEADER = 64 * layout.PAGE
 _LIFE_LOCKS = (layout.LOCK_OPERATOR_LIFE, layout.LOCK_SIDECAR_LIFE)
 
@@ -49,7 +49,7 @@ class Leftover:
 class _ShmObject:
     run_id: str
     path: Path
-    channel: int  # _BELL for the run's doorbell
+    channel: int  # _BELL for the run's doorbell, _WEIGHTS for the snapshot of its model
     is_segment: bool
 
     @property
@@ -140,6 +140,9 @@ def _shm_objects() -> list[_ShmObject]:
                 names.check_private_file(path.lstat(), entry)
                 channel = _BELL if semaphore[1] == "bell" else int(semaphore[1].partition(".")[0])
                 found.append(_ShmObject(semaphore[0], path, channel, False))
+            elif run_id := names.parse_weights(entry):
+                names.check_private_file(path.lstat(), entry)
+                found.append(_ShmObject(run_id, path, _WEIGHTS, False))
     return sorted(found, key=lambda item: not item.is_segment)
 
 
@@ -149,6 +152,8 @@ def _is_bell_in_use(run_id: str) -> bool:
 
 
 def _is_free(item: _ShmObject) -> bool:
+    if item.channel == _WEIGHTS:
+        return weights_file.is_removable(item.run_id, _UNFINISHED_SECONDS)
     if item.is_segment:
         with private_lock_file(item.path) as file:
             return file is not None and _is_segment_free(file, item.run_id)
@@ -176,6 +181,9 @@ def _is_finished(descriptor: int, run_id: str) -> bool:
 
 
 def _remove_shm(item: _ShmObject) -> None:
+    if item.channel == _WEIGHTS:
+        weights_file.remove_weights(item.run_id, _UNFINISHED_SECONDS)
+        return
     if not item.is_segment and item.channel != _BELL:
         if not item.segment.exists() and _age(item.path) > _UNFINISHED_SECONDS:
             item.path.unlink(missing_ok=True)
