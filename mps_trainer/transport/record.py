@@ -90,8 +90,9 @@ def unpack_record(
 
     Raises CorruptRecordError when anything does not add up; nothing of the payload is touched before.
     """
-    (magic, version, found_kind, found_generation, found_seq, payload_bytes, request_id, part, parts, first_row,
-     num_rows, flags, payload_crc, model_version, sent_ns, sidecar_ns, trained_ns, crc) = _RECORD.unpack(raw)  # fmt: skip
+    (magic, version, found_kind, found_generation, found_seq, payload_bytes, request_id, part, parts,
+     first_row, num_rows, flags, payload_crc, model_version, sent_ns, sidecar_ns, trained_ns,
+     crc) = _RECORD.unpack(raw)  # fmt: skip
     if magic != MAGIC or version != VERSION or crc != zlib.crc32(raw[:-4]):
         raise CorruptRecordError(f"record {seq} of {channel} has a broken header")
     if found_seq != seq or found_generation != generation or found_kind != kind:

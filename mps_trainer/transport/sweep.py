@@ -52,7 +52,7 @@ def sweep_stale(is_run_alive: Callable[[str], bool]) -> list[str]:
 
 
 def remove_run(run_id: str) -> list[str]:
-    """Remove every segment, semaphore and snapshot of a run that no process uses, records or not. Returns what was removed."""
+    """Remove every segment, semaphore and snapshot of a run that no process uses, with records or not; which."""
     before = set(names.leftovers(run_id))
     for index in names.segment_indices(run_id):
         _remove_dead(run_id, index, lambda records: True)

@@ -18,7 +18,7 @@ from small_shm import in_small_shm, leave_free
 from step_killer import ACTING, LINES, Stepper
 
 from mps_trainer.errors import CorruptRecordError, TransportError
-from mps_trainer.transport import WeightsEntry, WeightsReader, WeightsWriter, leftovers, sweep, weights_file
+from mps_trainer.transport import WeightsEntry, WeightsReader, WeightsWriter, sweep, weights_file
 from mps_trainer.transport.weights_layout import HEAD_BYTES, HEADS, MANIFEST, head_offset, unpack_weights_header
 
 ENTRIES = (
@@ -123,7 +123,7 @@ def test_who_may_remove_it(ends, run_id):
     reader.look()
     assert sweep.remove_run(run_id) == [], "it is read"
     reader.close()
-    assert sweep.remove_run(run_id) == leftovers(run_id) + [file_of(run_id).name]
+    assert sweep.remove_run(run_id) == [file_of(run_id).name]
 
 
 def test_an_unfinished_one_is_left_alone_for_a_minute(run_id):
@@ -225,7 +225,9 @@ def test_a_reader_that_is_overtaken_gets_the_newer_one(ends, monkeypatch):
 @given(
     st.lists(
         st.tuples(
-            st.one_of(st.integers(0, HEADS + 2 * HEAD_BYTES), st.integers(MANIFEST, MANIFEST + 250), st.integers(0, 12300)),
+            st.one_of(
+                st.integers(0, HEADS + 2 * HEAD_BYTES), st.integers(MANIFEST, MANIFEST + 250), st.integers(0, 12300)
+            ),
             st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**31, 2**63, 2**64 - 1])),
         ),
         min_size=1,
