@@ -190,6 +190,7 @@ def test_snapshots_come_at_most_so_often_and_take_a_small_share(run_id: str, mon
 
     assert learn_until(111) == [100, 105, 110]
     now[0] = 200.0
+    trainer.trained_ns += 1
     publisher.publish_if_due()
     publisher.publish_if_due()
     assert written[3:] == [200], "nothing was learnt since the last one"
