@@ -20,6 +20,8 @@ SIZES = {"memory", "ring_slot"}
 DURATIONS = {
     "probation_timeout",
     "score_timeout",
+    "max_staleness",
+    "snapshot_every",
     "block_timeout",
     "ready_timeout",
     "hang_timeout",

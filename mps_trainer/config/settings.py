@@ -128,6 +128,20 @@ class Settings(_Section):
     score_timeout: Duration = Field(2.0, ge=0, description="how long a batch waits for its scores")
     min_version: int = Field(50, ge=0, description="scores count once the model has taken this many steps")
     warmup_steps: int = Field(0, ge=0, description="scores count from this batch of the explorer on")
+    max_staleness: Duration | None = Field(
+        None,
+        gt=0,
+        description="scores count while the model that gave them was trained at most so long ago; older ones are "
+        "treated as late; choose several times the time between two batches",
+    )
+    score_where: Literal["sidecar", "operator"] = Field(
+        "sidecar",
+        description="who computes scores: the sidecar, or the operator on its CPU from a snapshot of the weights in "
+        "/dev/shm, also while the sidecar is dead",
+    )
+    snapshot_every: Duration = Field(
+        1.0, ge=0, description="score_where: operator: the shortest time between two snapshots of the weights"
+    )
     on_late: Literal["pass", "last", "drop"] = Field(
         "pass",
         description="an experience whose score is late: pass it on as it is, use the last score known, or drop it",

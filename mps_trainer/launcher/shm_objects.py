@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mps_trainer.errors import TransportError
-from mps_trainer.transport import layout, names
+from mps_trainer.transport import layout, names, weights_file
 from mps_trainer.transport.locks import LockFile, private_lock_file
 
 SHM = Path(names.SHM_DIR)
 #: Younger than this, an operator may just be making its channel, and has not locked it yet.
 UNFINISHED_SECONDS = 60.0
-_BELL = -1
+_BELL, _WEIGHTS = -1, -2
 _LARGEST_HEADER = 64 * layout.PAGE
 _LIFE_LOCKS = (layout.LOCK_OPERATOR_LIFE, layout.LOCK_SIDECAR_LIFE)
 
 
 @dataclass(frozen=True)
 class ShmObject:
-    """A segment or a semaphore of this user's own.
+    """A segment, a semaphore or a snapshot of weights of this user's own.
 
     Attributes:
-        channel: negative for the run's doorbell.
+        channel: negative for what the whole run shares: the doorbell, the snapshot of its model's weights.
     """
 
     run_id: str
@@ -72,6 +72,9 @@ def shm_objects() -> list[ShmObject]:
                 names.check_private_file(path.lstat(), entry)
                 channel = _BELL if semaphore[1] == "bell" else int(semaphore[1].partition(".")[0])
                 found.append(ShmObject(semaphore[0], path, channel, False))
+            elif run_id := names.parse_weights(entry):
+                names.check_private_file(path.lstat(), entry)
+                found.append(ShmObject(run_id, path, _WEIGHTS, False))
     return sorted(found, key=lambda item: not item.is_segment)
 
 
@@ -83,6 +86,8 @@ def is_bell_in_use(run_id: str) -> bool:
 
 def is_free(item: ShmObject) -> bool:
     """Whether nobody uses it, nor can just be making it."""
+    if item.channel == _WEIGHTS:
+        return weights_file.is_removable(item.run_id, UNFINISHED_SECONDS)
     if item.is_segment:
         with private_lock_file(item.path) as file:
             return file is not None and _is_segment_free(file, item.run_id)
@@ -96,6 +101,8 @@ def is_free(item: ShmObject) -> bool:
 
 def is_used(item: ShmObject) -> bool:
     """Whether a living process holds one of the life locks of the segment, or of the one that it belongs to."""
+    if item.channel == _WEIGHTS:
+        return weights_file.is_used(item.run_id)
     with private_lock_file(item.path if item.is_segment else item.segment) as file:
         return file is not None and any(file.held_elsewhere(lock) for lock in _LIFE_LOCKS)
 
@@ -114,6 +121,9 @@ def operators_of(run_id: str) -> list[int]:
 
 def remove_object(item: ShmObject) -> None:
     """Remove it when it is free; semaphores of a channel go with their segment."""
+    if item.channel == _WEIGHTS:
+        weights_file.remove_weights(item.run_id, UNFINISHED_SECONDS)
+        return
     if not item.is_segment and item.channel != _BELL:
         if not item.segment.exists() and time.time() - item.made > UNFINISHED_SECONDS:
             item.path.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from mps_trainer.columns import Array
 from mps_trainer.config import Settings
 from mps_trainer.errors import MpsTrainerError, PlacementError, RunError, TaskError, TransportError
 from mps_trainer.operator.extract import ExperienceLike, Extracted, Extractor
+from mps_trainer.operator.own_scores import OwnScores
 from mps_trainer.run import RunPaths, RunRecord, State, Status, boot_id, find_by_namespace, host_name, is_held
 from mps_trainer.tasks import load_task, wire_columns
 from mps_trainer.transport import OperatorChannel, RingSettings, names
@@ -44,14 +45,20 @@ class Exchange:
     Attributes:
         scores: (n,) float32 for the n experiences of the batch; NaN where there is none.
         version: the model version of the scores; -1 without scores.
-        late: (n,) bool; those that were fed to a living sidecar and have no score.
+        trained_ns: CLOCK_MONOTONIC when that model last took a training step; 0 without scores.
+        late: (n,) bool; those that were fed and should have had a score (somebody was there to give it), and have none.
         metrics: plain ints and floats, the only types that survive Trinity's filter.
     """
 
     scores: Array
     late: Array
     version: int = -1
+    trained_ns: int = 0
     metrics: dict[str, int | float] = field(default_factory=dict)
+
+    def age_s(self, now_ns: int) -> float:
+        """Seconds since the model that scored last took a training step, at `now_ns` of CLOCK_MONOTONIC."""
+        return max(0, now_ns - self.trained_ns) / 1e9
 
 
 class Feeder:
@@ -60,10 +67,12 @@ class Feeder:
     def __init__(self, settings: Settings, ray_namespace: str) -> None:
         self._settings = settings
         self._ray_namespace = ray_namespace
-        columns = wire_columns(load_task(settings.task, settings.task_args))
+        self._task = load_task(settings.task, settings.task_args)
+        columns = wire_columns(self._task)
         self._columns = columns
         self._extract = Extractor(columns)
         self._channel: OperatorChannel | None = None
+        self._own_scores: OwnScores | None = None
         self._paths: RunPaths | None = None
         self._request_id = 0
         self._status: Status | None = None
@@ -99,6 +108,9 @@ class Feeder:
         run_id = self._channel.segment.header.run_id
         self._channel.close()
         self._channel = None
+        if self._own_scores is not None:
+            self._own_scores.close()
+            self._own_scores = None
         if not is_held(self._paths.supervisor_lock):
             # Supervisor and sidecar have cleaned up already; what was kept for a successor has none.
             remove_run(run_id)
@@ -136,6 +148,8 @@ class Feeder:
         except RunError:
             self.close()
             raise
+        if settings.score_where == "operator" and settings.use != "feed":
+            self._own_scores = OwnScores(self._task, self._columns, record.run_id, settings.batch_size)
         self._wait_for_attach(self._channel)
         logger.info("mps_trainer: feeding run %s (%s)", record.run_id, record.run_dir)
 
@@ -188,26 +202,49 @@ class Feeder:
         return self._channel
 
     def _send(self, channel: OperatorChannel, extracted: Extracted, out: Exchange, want_scores: bool) -> None:
+        begin = time.monotonic()
+        own = self._own_scores if want_scores else None
+        if own is not None:
+            out.metrics |= own.refresh()
         self._request_id += 1
-        sent = channel.send(extracted.rows, request_id=self._request_id, want_scores=want_scores)
+        asks = want_scores and own is None
+        sent = channel.send(extracted.rows, request_id=self._request_id, want_scores=asks)
         out.metrics |= {
             "fed": sent.rows_sent,
             "dropped_full": sent.rows_dropped,
             "fed_bytes": sent.nbytes,
             "evicted": sent.rows_evicted,
         }
-        if not want_scores:
-            return
-        expected = sent.rows_sent > 0 and channel.sidecar_alive()
-        begin = time.monotonic()
+        if own is not None:
+            self._score_here(own, extracted, out, begin, channel.sidecar_alive())
+        elif want_scores:
+            self._await_scores(channel, extracted, out, begin, sent.rows_sent > 0 and channel.sidecar_alive())
+
+    def _await_scores(
+        self, channel: OperatorChannel, extracted: Extracted, out: Exchange, begin: float, expected: bool
+    ) -> None:
+        waits = time.monotonic()
         reply = channel.receive_scores(self._request_id, self._settings.score_timeout) if expected else None
-        out.metrics["score_wait_ms"] = (time.monotonic() - begin) * 1e3
+        out.metrics["score_wait_ms"] = (time.monotonic() - waits) * 1e3
         out.metrics["score_late"] = int(expected and reply is None)
         if reply is not None:
+            out.metrics["score_latency_ms"] = (time.monotonic() - begin) * 1e3
             out.scores[extracted.fed] = reply.values
-            out.version = reply.model_version
+            out.version, out.trained_ns = reply.model_version, reply.trained_ns
         if expected:
             out.late[extracted.fed] = np.isnan(out.scores[extracted.fed])
+
+    def _score_here(
+        self, own: OwnScores, extracted: Extracted, out: Exchange, begin: float, sidecar_alive: bool
+    ) -> None:
+        scores = own.scores(extracted.rows, begin + self._settings.score_timeout)
+        if scores is not None:
+            out.metrics["score_latency_ms"] = (time.monotonic() - begin) * 1e3
+            out.scores[extracted.fed] = scores
+            out.version, out.trained_ns = own.version, own.trained_ns
+        if scores is not None or sidecar_alive:
+            out.late[extracted.fed] = np.isnan(out.scores[extracted.fed])
+        out.metrics["score_late"] = int(out.late.any())
 
     def _look_at_sidecar(self, channel: OperatorChannel, out: Exchange) -> None:
         out.metrics["sidecar_up"] = int(channel.sidecar_alive())

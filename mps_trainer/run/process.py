@@ -107,3 +107,8 @@ def _stat_fields(pid: int) -> list[str] | None:
         return None
     # The command name stands in parentheses and may hold spaces and parentheses itself.
     return stat.rpartition(b")")[2].decode("ascii").split()
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -45,6 +45,10 @@ class Status:
         restarts: how often the supervisor started a new sidecar.
         experiences: received from operators; `trained` counts draws from the replay buffer.
         loss, first_loss, auc, first_auc: None before there is one.
+        score_age_s: seconds since the model whose scores operators get last took a training step, when this was
+            written; None before the first score.
+        score_latency_ms_p50, score_latency_ms_p99: of the last replies, from the operator's send to the reply; None
+            where the operator scores by itself.
         ring_registered: whether the driver has page-locked the feed rings, so that batches reach the GPU by DMA;
             None on the CPU and before the first operator.
         set_aside: experiences that killed or hung a sidecar and are kept from its successors (`set_aside/`).
@@ -70,6 +74,9 @@ class Status:
     first_loss: float | None = None
     auc: float | None = None
     first_auc: float | None = None
+    score_age_s: float | None = None
+    score_latency_ms_p50: float | None = None
+    score_latency_ms_p99: float | None = None
     replay_size: int = 0
     memory_bytes: int = 0
     ring_registered: bool | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mps_trainer.columns import Array
 from mps_trainer.sidecar.learner import Learner
@@ -19,10 +19,11 @@ class BatchReport:
         self._learner = learner
         self._forget()
 
-    def scored(self, scores: Array, ms: float) -> None:
-        """A part of the batch was scored."""
+    def scored(self, scores: Array, ms: float, latency_ms: float, age_s: float) -> None:
+        """A part of the batch was scored; its latency, and the age of its scores, see `answering`."""
         self._scores.append(scores)
         self._score_ms += ms
+        self._waits.append((latency_ms, age_s))
 
     def stepped(self, loss: float, ms: float) -> None:
         """One training step was taken."""
@@ -58,6 +59,8 @@ class BatchReport:
                 "trained": counters.trained,
                 "replay_size": len(self._learner.replay),
                 "score_ms": round(self._score_ms, 3),
+                "score_latency_ms": _highest(latency_ms for latency_ms, _ in self._waits),
+                "score_age_s": _highest(age_s for _, age_s in self._waits),
                 "step_ms": round(self._train_ms / len(losses), 3) if losses else None,
                 "scores": quantiles(self._scores),
                 "backlog": backlog,
@@ -70,3 +73,8 @@ class BatchReport:
         self._scores: list[Array] = []
         self._losses: list[float] = []
         self._score_ms = self._train_ms = 0.0
+        self._waits: list[tuple[float, float]] = []
+
+
+def _highest(values: Iterable[float]) -> float | None:
+    return round(max(found), 3) if (found := list(values)) else None

@@ -1,7 +1,7 @@
 """The sidecar's loop. One thread.
 
     consumes     records of all operators' channels, before them what a predecessor left in the journal
-    produces     scores, status.json, metrics.jsonl, checkpoints, journal
+    produces     scores or snapshots of the weights, status.json, metrics.jsonl, checkpoints, journal
     waits for    the doorbell; unblocked by an operator's send, a signal, its time limit
 
     pause -> nothing is launched: records wait in the rings until the supervisor ends the pause
@@ -31,6 +31,7 @@ from mps_trainer.config import Settings
 from mps_trainer.errors import CorruptRecordError
 from mps_trainer.run import RunRecord, State
 from mps_trainer.run.doing import Stage
+from mps_trainer.sidecar.answering import Answering
 from mps_trainer.sidecar.batch_report import BatchReport
 from mps_trainer.sidecar.dropped import Dropped
 from mps_trainer.sidecar.ending import Ending
@@ -39,6 +40,7 @@ from mps_trainer.sidecar.metrics import MetricsLog
 from mps_trainer.sidecar.noting import Note
 from mps_trainer.sidecar.own_files import OwnFiles
 from mps_trainer.sidecar.pause import Pause
+from mps_trainer.sidecar.publishing import snapshots_for
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import Learning
 from mps_trainer.transport import Delivery, SidecarHub, decode_batch
@@ -68,6 +70,8 @@ class Sidecar:
         self._pause = Pause(record)
         self._metrics = MetricsLog(own)
         self._report = BatchReport(self._metrics, self._learner)
+        self._snapshots = snapshots_for(settings, self._trainer, record.run_id)
+        self._answering = Answering(self._learner, self._report, self._snapshots)
         self._note = Note(own.run_dir, settings.batch_size)
         self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
         self._trainer.on_part = self._note.beat
@@ -83,6 +87,7 @@ class Sidecar:
     def serve(self, ready: ReadyPipe) -> None:
         """Report READY, take over what a predecessor left, work until there is a reason to end, and end in order."""
         self._tell_of_resuming()
+        self._snapshots.publish()
         self._set_state(State.READY)
         ready.ready()
         _log.info("ready: step %d, %d experiences", self._trainer.step, len(self._learner.replay))
@@ -98,10 +103,12 @@ class Sidecar:
                 # What a pause has interrupted.
                 self._train_due(self._must_stop)
                 self._take_records(limit=64)
+                self._snapshots.publish_if_due()
             self._look_around()
         _log.info("ending: %s", self._ending.reason)
         self._drain()
         self._set_state(State.STOPPED)
+        self._snapshots.close()
         self._hub.close(unlink=self._ending.is_of_the_run)
 
     def _must_stop(self) -> bool:
@@ -129,6 +136,7 @@ class Sidecar:
         self._note.close()
         self._journal.close()
         self._metrics.close()
+        self._snapshots.close()
         self._hub.close(unlink=unlink and self._ending.is_of_the_run)
         if self._ring is not None:
             self._ring.close()
@@ -203,12 +211,8 @@ class Sidecar:
         self._learner.evaluate(batch)
 
     def _score(self, delivery: Delivery) -> None:
-        begin = time.monotonic()
         self._note.record(Stage.SCORING, RecordName.of(delivery.header), delivery.batch, self._trainer.step)
-        scores = self._trainer.score(delivery.batch)
-        delivery.reply(scores, self._trainer.step)
-        self._report.scored(scores, (time.monotonic() - begin) * 1e3)
-        self._learner.counters.scored += delivery.header.num_rows
+        self._answering.answer(delivery)
 
     def _train_due(self, stop: Callable[[], bool]) -> None:
         """The steps that are due until `stop`; after the last, the metrics of the batch and perhaps a checkpoint."""
@@ -227,6 +231,7 @@ class Sidecar:
         backlog = sum(producer.backlog for producer in self._hub.producers())
         self._report.write(self._learner.close_batch(), backlog, self._dropped.counts())
         self._save_status()
+        self._snapshots.publish_if_due()
         large = not self._behind and self._journal.growth > _MAX_JOURNAL_BYTES
         if large or self._trainer.step - self._tried_at_step >= self._settings.checkpoint_every:
             self._save()
@@ -301,6 +306,7 @@ class Sidecar:
     def _save_status(self) -> None:
         for name, value in dataclasses.asdict(self._learner.counters).items():
             setattr(self._status, name, value)
+        self._answering.describe(self._status)
         self._status.version = self._trainer.step
         self._status.set_aside = self._aside.count
         self._status.damaged_records = self._journal.damaged

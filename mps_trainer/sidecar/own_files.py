@@ -7,11 +7,11 @@ The journal alone is different (`journal.py`): a record that it refuses stays in
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 
 from mps_trainer.run import Status
+from mps_trainer.run.process import resident_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class OwnFiles:
 
     def save_status(self) -> None:
         """Write the status as it is."""
-        self.status.memory_bytes = _resident_bytes()
+        self.status.memory_bytes = resident_bytes()
         self.saved_at = time.monotonic()
         try:
             self.status.save(self.run_dir)
@@ -55,7 +55,3 @@ class OwnFiles:
 
     def _tell(self) -> None:
         self.status.trouble = "; ".join(self._troubles.values())
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

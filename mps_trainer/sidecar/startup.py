@@ -69,7 +69,8 @@ class Learning:
             self.journal.begin_next()
         position = self.journal.position
         arrays, state = self.learner.state()
-        state |= {"journal": position, "columns": _describe(self.columns)}
+        trained_s = (time.monotonic_ns() - self.learner.trainer.trained_ns) / 1e9
+        state |= {"journal": position, "columns": _describe(self.columns), "trained": time.time() - trained_s}
         path = save_checkpoint(
             self.checkpoint_folder, self.learner.trainer, Checkpoint(replay=arrays, state=state), self.keep_checkpoints
         )
@@ -166,6 +167,9 @@ def build_learning(
             )
         learner.load_state(found.replay, found.state)
         position = tuple(found.state["journal"])
+        # The scores of a successor are as old as its weights, and its clock is that of the machine since its start.
+        age_s = max(0.0, time.time() - found.state.get("trained", time.time()))
+        trainer.trained_ns = max(1, time.monotonic_ns() - int(age_s * 1e9))
         _log.info("resumed from step %d with %d experiences", trainer.step, len(learner.replay))
     journal = Journal(run_dir / "journal", *position)
     # A predecessor may have been killed before it did.

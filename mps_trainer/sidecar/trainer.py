@@ -7,20 +7,21 @@ and the ids of the experiences, and is never taken for a fault of the sidecar.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mps_trainer.columns import Array, PackedBatch, PackedColumn
+from mps_trainer.columns import Array, PackedBatch
 from mps_trainer.errors import GpuFaultError, MpsTrainerError, TaskError
 from mps_trainer.run.doing import describe_ids
 from mps_trainer.sidecar.gpu.faults import is_gpu_fault
 from mps_trainer.sidecar.optimizer_state import check_saveable
 from mps_trainer.tasks import AuxiliaryTask, TaskBatch
+from mps_trainer.tasks.asking import check_tensor, parts_of, rows_of, to_numbers
 
 
 class Trainer:
@@ -35,6 +36,7 @@ class Trainer:
 
     Attributes:
         on_part: called before each pass of scoring and evaluating: a large record takes many.
+        trained_ns: CLOCK_MONOTONIC when the model last took a step, or was built; what the age of its scores begins at.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Trainer:
         self.batch_size = batch_size
         self._to_batch = to_batch or (lambda packed: TaskBatch.from_packed(packed, self.device))
         self.step = 0
+        self.trained_ns = time.monotonic_ns()
         self.on_part: Callable[[], object] = lambda: None
         torch.manual_seed(seed)
         with self._users_code("build_model"):
@@ -63,7 +66,7 @@ class Trainer:
         with self._users_code("loss", packed):
             batch = self._to_batch(packed)
             loss = self.task.loss(self.model, batch)
-            _check_tensor("loss", loss, ())
+            check_tensor("loss", loss, ())
             # Reading the number waits for the device: never more than one step is in flight.
             value = float(loss.item())
         if not math.isfinite(value):
@@ -74,21 +77,22 @@ class Trainer:
             self.optimizer.step()
             self.synchronize()
         self.step += 1
+        self.trained_ns = time.monotonic_ns()
         return value
 
     def score(self, packed: PackedBatch) -> Array:
         """(n,) float32: one score for each experience. TaskError when the shape is wrong or one is not finite."""
         scores = np.empty(packed.num_rows, np.float32)
-        for start, part in _parts(packed, self.batch_size):
+        for start, part in parts_of(packed, self.batch_size):
             self.on_part()
             with self._asking(), self._users_code("score", part):
                 found = self.task.score(self.model, self._to_batch(part))
-                scores[start : start + part.num_rows] = _to_numpy("score", found, part.num_rows)
+                scores[start : start + part.num_rows] = to_numbers("score", found, part.num_rows)
         if not np.isfinite(scores).all():
             bad = np.flatnonzero(~np.isfinite(scores))
             raise self._error(
                 f"{len(bad)} of {len(scores)} scores are not finite",
-                _rows(packed, int(bad[0]), int(bad[0]) + 1),
+                rows_of(packed, int(bad[0]), int(bad[0]) + 1),
                 "make score() finite for every experience; the weights may have become NaN",
             )
         return scores
@@ -96,14 +100,14 @@ class Trainer:
     def evaluate(self, packed: PackedBatch) -> tuple[Array, Array] | None:
         """What the model predicts of (n,) experiences and what came true, or None when the task has no such pair."""
         predicted, came_true = [], []
-        for _, part in _parts(packed, self.batch_size):
+        for _, part in parts_of(packed, self.batch_size):
             self.on_part()
             with self._asking(), self._users_code("predictions", part):
                 pair = self.task.predictions(self.model, self._to_batch(part))
                 if pair is None:
                     return None
-                predicted.append(_to_numpy("predictions", pair[0], part.num_rows))
-                came_true.append(_to_numpy("predictions", pair[1], part.num_rows))
+                predicted.append(to_numbers("predictions", pair[0], part.num_rows))
+                came_true.append(to_numbers("predictions", pair[1], part.num_rows))
         return (np.concatenate(predicted), np.concatenate(came_true)) if predicted else None
 
     def dry_step(self, packed: PackedBatch) -> None:
@@ -181,36 +185,5 @@ def set_random_state(device: torch.device, states: list[Tensor]) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
-def _check_tensor(what: str, value: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
-        raise ValueError(f"{what}() gave {found}; it must give a tensor of shape {shape}")
-
-
-def _to_numpy(what: str, value: Any, num_rows: int) -> Array:
-    _check_tensor(what, value, (num_rows,))
-    return np.asarray(value.float().cpu().numpy())
-
-
 def _ids(packed: PackedBatch) -> tuple[str, ...]:
     return tuple(packed["eid"].text(i) for i in range(packed.num_rows))
-
-
-def _parts(packed: PackedBatch, size: int) -> Iterator[tuple[int, PackedBatch]]:
-    if packed.num_rows <= size:
-        yield 0, packed
-        return
-    for start in range(0, packed.num_rows, size):
-        yield start, _rows(packed, start, min(start + size, packed.num_rows))
-
-
-def _rows(packed: PackedBatch, start: int, stop: int) -> PackedBatch:
-    columns = {}
-    for name, column in packed.columns.items():
-        if column.offsets is None:
-            columns[name] = PackedColumn(column.values[start:stop])
-        else:
-            offsets = column.offsets[start : stop + 1]
-            values = column.values[offsets[0] : offsets[-1]]
-            columns[name] = PackedColumn(values, offsets - offsets[0], column.is_text)
-    return PackedBatch(columns, stop - start)

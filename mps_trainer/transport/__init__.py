@@ -3,6 +3,7 @@
 OperatorChannel   the operator's end of one segment        SidecarHub   the sidecar's end of all segments of a run
 send ------------ feed slots ----------------------------> receive -> Delivery (a lease: views of the slot)
 receive_scores <- reply slots <--------------------------- Delivery.reply
+WeightsReader.look <- two buffers <----------------------- WeightsWriter.publish   (score_where: operator)
 
 The names load their modules at first use: the launcher takes `names`, `layout` and `locks` alone and stays free of
 pyarrow.
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from mps_trainer.transport.room import Backpressure
     from mps_trainer.transport.segment import Segment
     from mps_trainer.transport.sweep import sweep_stale
+    from mps_trainer.transport.weights import WeightsReader, WeightsWriter
+    from mps_trainer.transport.weights_layout import WeightsEntry
 
 _HOMES = {
     "Backpressure": "room",
@@ -41,6 +44,9 @@ _HOMES = {
     "Segment": "segment",
     "SendResult": "counters",
     "SidecarHub": "hub",
+    "WeightsEntry": "weights_layout",
+    "WeightsReader": "weights",
+    "WeightsWriter": "weights",
     "decode_batch": "codec",
     "encode_batch": "codec",
     "leftovers": "names",
@@ -61,6 +67,9 @@ __all__ = [
     "Segment",
     "SendResult",
     "SidecarHub",
+    "WeightsEntry",
+    "WeightsReader",
+    "WeightsWriter",
     "decode_batch",
     "encode_batch",
     "leftovers",

@@ -151,9 +151,16 @@ class AttachedChannel:
         """See `Lessor.retire`."""
         self._retired.append(slot)
 
-    def reply(self, header: RecordHeader, values: npt.NDArray[np.float32], model_version: int, sidecar_ns: int) -> bool:
+    def reply(
+        self,
+        header: RecordHeader,
+        values: npt.NDArray[np.float32],
+        model_version: int,
+        sidecar_ns: int,
+        trained_ns: int,
+    ) -> bool:
         """See `Lessor.reply`."""
-        return self.operator_alive and self._outbox.send(header, values, model_version, sidecar_ns)
+        return self.operator_alive and self._outbox.send(header, values, model_version, sidecar_ns, trained_ns)
 
     def tidy(self) -> None:
         """Give back slots whose last view has died, and those that a stopped operator kept us from giving back."""

@@ -43,7 +43,14 @@ class Lessor(Protocol):
     def retire(self, slot: int) -> None:
         """The last view of a lingering slot has died. Runs inside the garbage collector: must only note it."""
 
-    def reply(self, header: RecordHeader, values: npt.NDArray[np.float32], model_version: int, sidecar_ns: int) -> bool:
+    def reply(
+        self,
+        header: RecordHeader,
+        values: npt.NDArray[np.float32],
+        model_version: int,
+        sidecar_ns: int,
+        trained_ns: int,
+    ) -> bool:
         """Send scores to the operator."""
 
 
@@ -91,16 +98,18 @@ class Delivery:
             self._payload = memoryview(self._held)  # type: ignore[arg-type]
         return self._payload
 
-    def reply(self, values: npt.NDArray[Any], model_version: int) -> bool:
+    def reply(self, values: npt.NDArray[Any], model_version: int, trained_ns: int = 0) -> bool:
         """Send the scores of this part's rows, float32 (num_rows,). May be called after `release`.
 
+        `trained_ns`: CLOCK_MONOTONIC when the model last took a training step; 0 when that is not known.
         False when the operator is dead or stopped. Raises ExperienceError for another type or length.
         """
         if values.shape != (self.header.num_rows,) or values.dtype != np.float32:
             raise ExperienceError(
                 f"reply of {values.dtype}{list(values.shape)} to {self.header.num_rows} rows", "reply one float32 a row"
             )
-        return self._lessor.reply(self.header, values, model_version, time.monotonic_ns() - self._claimed_ns)
+        sidecar_ns = time.monotonic_ns() - self._claimed_ns
+        return self._lessor.reply(self.header, values, model_version, sidecar_ns, trained_ns)
 
     def hold_until(self, done: Callable[[], None]) -> None:
         """Let every way of release call `done` first: it returns when a device reads the slot no more.

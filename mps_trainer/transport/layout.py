@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from mps_trainer.errors import ConfigError, CorruptRecordError, TransportError
 
 MAGIC = b"MPSTCHAN"
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 RECORD_HEADER_BYTES = 128
 MAX_SLOTS = 64

@@ -6,6 +6,7 @@ A run called `r` owns, in /dev/shm:
     sem.mpst.r.<k>.s  "a feed slot is free"     created by the same operator, removed before the segment
     sem.mpst.r.<k>.r  "a reply is there"        the same
     sem.mpst.r.bell   doorbell of the sidecar   created by whoever comes first, removed by whoever leaves last
+    mpst.r.w          snapshot of the weights   created by the sidecar, removed like a segment (`weights_file`)
 
 Only a process that holds both life locks of a segment removes it, so a name always means one segment.
 """
@@ -24,6 +25,7 @@ SHM_DIR = "/dev/shm"
 PREFIX = "mpst."
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,23}")
 _SEGMENT = re.compile(r"mpst\.([A-Za-z0-9][A-Za-z0-9_-]{0,23})\.([0-9]{1,4})")
+_WEIGHTS = re.compile(r"mpst\.([A-Za-z0-9][A-Za-z0-9_-]{0,23})\.w")
 _SEMAPHORE = re.compile(r"sem\.mpst\.([A-Za-z0-9][A-Za-z0-9_-]{0,23})\.(bell|[0-9]{1,4}\.[rs])")
 
 
@@ -40,6 +42,11 @@ def check_run_id(run_id: str) -> str:
 def segment_name(run_id: str, index: int) -> str:
     """POSIX name of the segment of channel `index`."""
     return f"/{PREFIX}{run_id}.{index}"
+
+
+def weights_name(run_id: str) -> str:
+    """POSIX name of the snapshot of the model's weights."""
+    return f"/{PREFIX}{run_id}.w"
 
 
 def space_name(run_id: str, index: int) -> str:
@@ -66,6 +73,18 @@ def parse_segment(entry: str) -> tuple[str, int] | None:
     """(run id, channel index) of an entry of /dev/shm, or None when it is no segment of ours."""
     match = _SEGMENT.fullmatch(entry)
     return (match[1], int(match[2])) if match else None
+
+
+def parse_weights(entry: str) -> str | None:
+    """Run id of an entry of /dev/shm, or None when it is no snapshot of weights of ours."""
+    match = _WEIGHTS.fullmatch(entry)
+    return match[1] if match else None
+
+
+def run_of(entry: str) -> str | None:
+    """Run id of an entry of /dev/shm, or None when it is none of ours."""
+    hit = parse_segment(entry) or parse_semaphore(entry)
+    return hit[0] if hit else parse_weights(entry)
 
 
 def parse_semaphore(entry: str) -> tuple[str, str] | None:
@@ -100,8 +119,7 @@ def segments(run_id: str) -> list[tuple[str, int]]:
 def leftovers(run_id: str) -> list[str]:
     """Entries of /dev/shm that belong to the run, in use or not."""
     check_run_id(run_id)
-    hits = ((e, parse_segment(e) or parse_semaphore(e)) for e in entries())
-    return [entry for entry, hit in hits if hit and hit[0] == run_id]
+    return [entry for entry in entries() if run_of(entry) == run_id]
 
 
 def has_objects(run_id: str) -> bool:

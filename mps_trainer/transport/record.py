@@ -15,13 +15,13 @@ from mps_trainer.errors import CorruptRecordError
 from mps_trainer.transport.layout import RECORD_HEADER_BYTES
 
 MAGIC = b"MPRC"
-VERSION = 1
+VERSION = 2
 KIND_BATCH, KIND_SCORES = 1, 2
 FLAG_WANT_SCORES, FLAG_CHECKSUM = 1, 2
 
-_RECORD = struct.Struct("<4sHHQQQQIIIIIIqqq36xI")
+_RECORD = struct.Struct("<4sHHQQQQIIIIIIqqqq28xI")
 assert _RECORD.size == RECORD_HEADER_BYTES
-_BODY = struct.Struct("<4sHHQQQQIIIIIIqqq36x")
+_BODY = struct.Struct("<4sHHQQQQIIIIIIqqqq28x")
 _CRC = struct.Struct("<I")
 SENT_NS_OFFSET = 72
 _new = tuple.__new__
@@ -44,6 +44,7 @@ class RecordHeader(NamedTuple):
         model_version: in a reply, the model that scored.
         sent_ns: CLOCK_MONOTONIC when the record was sent.
         sidecar_ns: in a reply, nanoseconds from claiming the batch to replying.
+        trained_ns: in a reply, CLOCK_MONOTONIC when that model last took a training step; 0 when it is not known.
     """
 
     kind: int
@@ -59,6 +60,7 @@ class RecordHeader(NamedTuple):
     model_version: int = 0
     sent_ns: int = 0
     sidecar_ns: int = 0
+    trained_ns: int = 0
     channel: str = ""
 
     def pack(self, generation: int) -> bytes:
@@ -67,7 +69,7 @@ class RecordHeader(NamedTuple):
         body = _BODY.pack(
             MAGIC, VERSION, self.kind, generation, self.seq, self.payload_bytes, self.request_id, self.part,
             self.parts, self.first_row, self.num_rows, flags, self.payload_crc or 0, self.model_version,
-            self.sent_ns, self.sidecar_ns,
+            self.sent_ns, self.sidecar_ns, self.trained_ns,
         )  # fmt: skip
         return body + _CRC.pack(zlib.crc32(body))
 
@@ -76,7 +78,7 @@ def pack_whole(generation: int, seq: int, payload_bytes: int, request_id: int, n
     """The header of a batch that is one record, sent now: what `RecordHeader.pack` makes, in half the time."""
     body = _BODY.pack(
         MAGIC, VERSION, KIND_BATCH, generation, seq, payload_bytes, request_id, 0, 1, 0, num_rows, flags, 0, 0,
-        time.monotonic_ns(), 0,
+        time.monotonic_ns(), 0, 0,
     )  # fmt: skip
     return body + _CRC.pack(zlib.crc32(body))
 
@@ -88,8 +90,9 @@ def unpack_record(
 
     Raises CorruptRecordError when anything does not add up; nothing of the payload is touched before.
     """
-    (magic, version, found_kind, found_generation, found_seq, payload_bytes, request_id, part, parts, first_row,
-     num_rows, flags, payload_crc, model_version, sent_ns, sidecar_ns, crc) = _RECORD.unpack(raw)  # fmt: skip
+    (magic, version, found_kind, found_generation, found_seq, payload_bytes, request_id, part, parts,
+     first_row, num_rows, flags, payload_crc, model_version, sent_ns, sidecar_ns, trained_ns,
+     crc) = _RECORD.unpack(raw)  # fmt: skip
     if magic != MAGIC or version != VERSION or crc != zlib.crc32(raw[:-4]):
         raise CorruptRecordError(f"record {seq} of {channel} has a broken header")
     if found_seq != seq or found_generation != generation or found_kind != kind:
@@ -104,5 +107,6 @@ def unpack_record(
     return _new(
         RecordHeader,
         (kind, seq, payload_bytes, request_id, part, parts, first_row, num_rows, bool(flags & FLAG_WANT_SCORES),
-         payload_crc if flags & FLAG_CHECKSUM else None, model_version, sent_ns, sidecar_ns, channel),
+         payload_crc if flags & FLAG_CHECKSUM else None, model_version, sent_ns, sidecar_ns, trained_ns,
+         channel),
     )  # fmt: skip

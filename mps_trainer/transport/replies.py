@@ -59,12 +59,14 @@ class Scores(NamedTuple):
         values: float32 (n,), in the order in which the rows were sent. Owned by the receiver.
         model_version: of the oldest model that scored a part.
         sidecar_ns: nanoseconds that the sidecar had the batch, from claiming it to replying, summed over parts.
+        trained_ns: CLOCK_MONOTONIC when the oldest model that scored a part last took a training step; 0: not known.
     """
 
     request_id: int
     values: npt.NDArray[np.float32]
     model_version: int
     sidecar_ns: int
+    trained_ns: int = 0
 
 
 def _nobody() -> bool:
@@ -85,12 +87,18 @@ class _Pending:
         if self.parts == 1:
             ((header, values),) = self.arrived.values()
             if header.num_rows == self.num_rows:
-                return Scores(request_id, values, header.model_version, header.sidecar_ns)
+                return Scores(request_id, values, header.model_version, header.sidecar_ns, header.trained_ns)
         values = np.full(self.num_rows, np.nan, np.float32)
         for header, part in self.arrived.values():
             values[header.first_row : header.first_row + len(part)] = part
         headers = [header for header, _ in self.arrived.values()]
-        return Scores(request_id, values, min(h.model_version for h in headers), sum(h.sidecar_ns for h in headers))
+        return Scores(
+            request_id,
+            values,
+            min(h.model_version for h in headers),
+            sum(h.sidecar_ns for h in headers),
+            min(h.trained_ns for h in headers),
+        )
 
 
 class ReplyInbox:
@@ -235,7 +243,14 @@ class ReplyOutbox:
         self._writer = RingWriter(reply_ring(segment))
         self._sending = threading.Lock()
 
-    def send(self, request: RecordHeader, values: npt.NDArray[np.float32], model_version: int, sidecar_ns: int) -> bool:
+    def send(
+        self,
+        request: RecordHeader,
+        values: npt.NDArray[np.float32],
+        model_version: int,
+        sidecar_ns: int,
+        trained_ns: int,
+    ) -> bool:
         """Answer `request`. False when the operator is stuck in the mutex."""
         payload = _encode(values)
         nbytes = len(payload)
@@ -253,6 +268,7 @@ class ReplyOutbox:
             header = RecordHeader(
                 KIND_SCORES, seq, nbytes, request.request_id, request.part, request.parts, request.first_row,
                 request.num_rows, request.want_scores, None, model_version, time.monotonic_ns(), sidecar_ns,
+                trained_ns,
             )  # fmt: skip
             self._segment.memory[at : at + RECORD_HEADER_BYTES] = header.pack(self._segment.header.generation)
             if not self._writer.commit(slot, seq):

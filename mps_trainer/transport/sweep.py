@@ -4,6 +4,7 @@
     an unfinished segment     the same, and only a minute after it was last written: its maker may be about to lock it
     a channel's semaphores    before their segment; alone, only when their segment is gone for a minute
     a doorbell                when nobody has it open
+    a snapshot of weights     like a segment (`weights_file`)
     anything, by a sweep      only when nobody has the run's doorbell open, whatever the caller believes of the run
 Nothing that belongs to another user, is not a private regular file, or does not carry our names is ever opened
 for writing.
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from mps_trainer.errors import CorruptRecordError, TransportError
-from mps_trainer.transport import layout, names
+from mps_trainer.transport import layout, names, weights_file
 from mps_trainer.transport.locks import private_lock_file
 from mps_trainer.transport.segment import Segment, open_checked, read_header, remove
 from mps_trainer.transport.semaphores import remove_semaphore
@@ -40,9 +41,9 @@ def sweep_stale(is_run_alive: Callable[[str], bool]) -> list[str]:
     verdicts: dict[str, bool] = {}
     removed: list[str] = []
     for entry in names.entries():
-        hit = names.parse_segment(entry) or names.parse_semaphore(entry)
-        if hit is not None and hit[0] not in verdicts:
-            verdicts[hit[0]] = is_run_alive(hit[0])
+        run = names.run_of(entry)
+        if run is not None and run not in verdicts:
+            verdicts[run] = is_run_alive(run)
     for run_id, alive in verdicts.items():
         # The caller knows the runs of its own state folder only; a process that has the doorbell open proves another's.
         if not alive and not _bell_in_use(run_id):
@@ -51,10 +52,11 @@ def sweep_stale(is_run_alive: Callable[[str], bool]) -> list[str]:
 
 
 def remove_run(run_id: str) -> list[str]:
-    """Remove every segment and semaphore of a run that no process uses, records or not. Returns what was removed."""
+    """Remove every segment, semaphore and snapshot of a run that no process uses, with records or not; which."""
     before = set(names.leftovers(run_id))
     for index in names.segment_indices(run_id):
         _remove_dead(run_id, index, lambda records: True)
+    weights_file.remove_weights(run_id, UNFINISHED_S)
     for entry in before:
         hit = names.parse_semaphore(entry)
         if hit is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mps_trainer.run.process import ProcessIdentity
-from mps_trainer.transport import RingSettings, layout
+from mps_trainer.transport import RingSettings, layout, weights_layout
 from mps_trainer.transport.segment import new_header
 
 FAKE_SIDECAR = Path(__file__).with_name("fake_sidecar.py")
@@ -42,6 +42,16 @@ def segment_content(run_id: str) -> bytes:
     content = bytearray(header.segment_bytes)
     content[: layout.STATIC_BYTES] = header.pack()
     content[layout.SCHEMA : layout.SCHEMA + 2] = b"{}"
+    return bytes(content)
+
+
+def weights_content(run_id: str) -> bytes:
+    """A whole small snapshot of weights as a sidecar of the run makes it."""
+    entries = (weights_layout.WeightsEntry("w", "float32", (2,)),)
+    header = weights_layout.WeightsHeader(run_id, 1, os.getuid(), os.getpid(), 0, 0, entries)
+    content = bytearray(header.file_bytes)
+    content[: weights_layout.STATIC_BYTES] = header.pack()
+    content[weights_layout.MANIFEST : weights_layout.MANIFEST + len(header.manifest)] = header.manifest
     return bytes(content)
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from launcher_helpers import segment_content
+from launcher_helpers import segment_content, weights_content
 
 from mps_trainer.launcher import leftovers
 from mps_trainer.launcher.shm_objects import UNFINISHED_SECONDS
 from mps_trainer.run import new_run_id, run_paths
-from mps_trainer.transport import layout, sweep
+from mps_trainer.transport import layout, sweep, weights_layout
 
 SHM = Path("/dev/shm")
 
@@ -29,7 +29,11 @@ class Objects:
     held: list[int] = field(default_factory=list)
 
     def path(self, name: str) -> Path:
-        return SHM / (f"sem.mpst.{self.run_id}.{name}" if name[-1].isalpha() else f"mpst.{self.run_id}.{name}")
+        is_semaphore = name[-1].isalpha() and name != "w"
+        return SHM / f"{'sem.' if is_semaphore else ''}mpst.{self.run_id}.{name}"
+
+    def weights(self, *, of: str = "") -> None:
+        self.file("w", weights_content(of or self.run_id))
 
     def segment(self, index: int = 0, *, of: str = "", semaphores: bool = True) -> None:
         self.file(str(index), segment_content(of or self.run_id))
@@ -126,9 +130,44 @@ def planted(o: Objects) -> None:
     o.grow_old()
 
 
+def weights_alone(o: Objects) -> None:
+    o.weights()
+
+
+def weights_are_read(o: Objects) -> None:
+    o.segment()
+    o.weights()
+    o.hold("w", weights_layout.LOCK_READER_LIFE, fcntl.F_RDLCK)
+
+
+def weights_are_written(o: Objects) -> None:
+    o.weights()
+    o.hold("w", weights_layout.LOCK_WRITER_LIFE)
+
+
+def weights_being_made(o: Objects) -> None:
+    o.file("w", bytes(8192))
+
+
+def weights_never_finished(o: Objects) -> None:
+    weights_being_made(o)
+    o.grow_old()
+
+
+def weights_of_another_run(o: Objects) -> None:
+    o.weights(of="0000none")
+
+
+def planted_weights(o: Objects) -> None:
+    o.file("w", weights_content(o.run_id), mode=0o644)
+    o.grow_old()
+
+
 SCENES: list[Callable[[Objects], None]] = [
     dead, operator_lives, sidecar_lives, bell_is_open, being_made, never_finished, empty_and_short,
     garbage_behind_the_magic, header_of_another_run, cut_short, lone_semaphores, old_lone_semaphores, planted,
+    weights_alone, weights_are_read, weights_are_written, weights_being_made, weights_never_finished,
+    weights_of_another_run, planted_weights,
 ]  # fmt: skip
 
 
@@ -172,6 +211,19 @@ def test_the_scenes_differ_in_what_stays(twins: tuple[Objects, Objects]) -> None
         sweep.remove_run(objects.run_id)
     assert ours.left() == []
     assert theirs.left() == ["mpst.RUN.0", "sem.mpst.RUN.0.r", "sem.mpst.RUN.0.s"]
+
+
+@pytest.mark.parametrize(
+    ("scene", "left"),
+    [(weights_alone, []), (weights_are_read, ["mpst.RUN.w"]), (weights_are_written, ["mpst.RUN.w"]),
+     (weights_being_made, ["mpst.RUN.w"]), (weights_never_finished, []), (planted_weights, ["mpst.RUN.w"])],
+)  # fmt: skip
+def test_what_becomes_of_weights(
+    twins: tuple[Objects, Objects], scene: Callable[[Objects], None], left: list[str]
+) -> None:
+    scene(twins[0])
+    sweep.remove_run(twins[0].run_id)
+    assert twins[0].left() == left
 
 
 def test_the_same_patience() -> None:

@@ -68,10 +68,17 @@ def test_filter_drops_the_highest_scores_and_writes_down_why(make_run: Any) -> N
         assert metrics["aux_trainer/filtered"] == 8
         assert metrics["aux_trainer/fed"] == 32
         assert metrics["aux_trainer/score_late"] == 0
+        assert 0 < metrics["aux_trainer/score_age_s"] < 120
+        assert metrics["aux_trainer/score_latency_ms"] >= metrics["aux_trainer/score_wait_ms"]
         assert all(type(value) in (int, float) for value in metrics.values()), "Trinity drops every other type"
     lines = [json.loads(line) for line in (run.run_dir / "operator.jsonl").read_text().splitlines()]
     assert [len(line["dropped"]) for line in lines] == [0, 8, 8, 8]
     assert "quantile 0.25: among the highest" in lines[1]["dropped"][0]["why"]
+    assert all(line["score_age_s"] > 0 for line in lines)
+    status = run.status()
+    assert 0 < status.score_latency_ms_p50 <= status.score_latency_ms_p99
+    assert status.score_age_s is not None
+    assert [line["score_latency_ms"] > 0 for line in run.metrics() if line["kind"] == "batch"]
 
 
 def test_reward_keeps_the_raw_one(make_run: Any) -> None:

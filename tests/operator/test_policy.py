@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,15 @@ def batch(size: int, number: int = 0) -> list[Experience]:
     ]
 
 
-def exchange(scores: list[float], late: list[int] | tuple[int, ...] = (), version: int = 100) -> Exchange:
+def exchange(
+    scores: list[float], late: list[int] | tuple[int, ...] = (), version: int = 100, age_s: float = 1.0
+) -> Exchange:
     flags = np.zeros(len(scores), dtype=bool)
     flags[list(late)] = True
-    return Exchange(np.array(scores, np.float32), late=flags, version=version, metrics={"fed": len(scores)})
+    trained_ns = time.monotonic_ns() - int(age_s * 1e9)
+    return Exchange(
+        np.array(scores, np.float32), late=flags, version=version, trained_ns=trained_ns, metrics={"fed": len(scores)}
+    )
 
 
 def policy(**args: Any) -> ScorePolicy:
@@ -70,6 +76,48 @@ def test_the_mean_of_the_last_batch_corrects_the_reward_of_a_late_newcomer() -> 
     late = batch(2, number=1)
     outcome = ours.apply(late, exchange([NAN, 5], late=[0]))
     assert [e.reward for e in outcome.kept] == [1 + 2.5, 1 + 5]
+
+
+def test_every_score_has_an_age() -> None:
+    metrics = policy().apply(batch(2), exchange([1, 2], age_s=20)).metrics
+    assert 20 <= metrics["score_age_s"] < 60
+    assert "score_stale" not in metrics, "no limit was set"
+    assert "score_age_s" not in policy().apply(batch(2), exchange([NAN, NAN], late=[0, 1], version=-1)).metrics
+
+
+@pytest.mark.parametrize(("on_late", "num_kept"), [("pass", 4), ("last", 4), ("drop", 1)])
+def test_scores_that_are_too_old_count_as_late(on_late: str, num_kept: int) -> None:
+    ours = policy(on_late=on_late, max_staleness="60s")
+    fresh = ours.apply(batch(4), exchange([1, 2, 3, 4]))
+    assert len(fresh.kept) == 3
+    assert fresh.metrics["score_stale"] == 0
+    outcome = ours.apply(batch(4, number=1), exchange([1, 2, 3, 4], age_s=100))
+    assert len(outcome.kept) == num_kept
+    assert outcome.metrics["score_stale"] == outcome.metrics["score_stale_total"] == 4
+    assert outcome.metrics["late"] == 0, "they came in time"
+    assert all("s old (max_staleness 60 s)" in why for _, _, why in outcome.dropped)
+    assert all(type(value) in (int, float) for value in outcome.metrics.values()), "Trinity drops every other type"
+
+
+def test_a_remembered_score_goes_on_growing_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, exps = policy(on_late="last", max_staleness="60s"), batch(4)
+    ours.apply(exps, exchange([1, 2, 3, 9], age_s=10))
+    late = exchange([1, NAN, 3, NAN], late=[1, 3])
+    young = ours.apply(exps, late)
+    assert [exps.index(e) for e in young.kept] == [0, 1, 2]
+    assert 10 <= young.metrics["last_score_age_s"] < 60
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr("mps_trainer.operator.policy.time.monotonic_ns", lambda: now_ns + int(55e9))
+    old = ours.apply(exps, late)
+    assert [exps.index(e) for e in old.kept] == [0, 1, 3], "of those with a score that counts the highest goes"
+    assert old.metrics["late_from_last"] == 0
+
+
+def test_too_early_and_too_old_is_too_early() -> None:
+    ours = policy(max_staleness="60s", min_version=50, on_late="drop")
+    outcome = ours.apply(batch(4), exchange([1, 2, 3, 4], version=49, age_s=100))
+    assert len(outcome.kept) == 4
+    assert outcome.metrics["score_too_early"] == 1
 
 
 def test_an_experience_that_could_not_be_fed_is_not_late() -> None:

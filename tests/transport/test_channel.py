@@ -246,10 +246,13 @@ def test_scores_come_back_in_the_order_of_the_rows(run_id):
         assert result.parts > 1
         for part in range(result.parts):
             with take(hub) as delivery:
-                assert delivery.reply(delivery.batch["reward"].values * 2, model_version=10 - part)
+                assert delivery.reply(
+                    delivery.batch["reward"].values * 2, model_version=10 - part, trained_ns=90 - part
+                )
         scores = channel.receive_scores(9, 1.0)
         np.testing.assert_array_equal(scores.values, make_rows(50, 1, mean_tokens=100)["reward"] * 2)
         assert scores.model_version == 10 - (result.parts - 1)
+        assert scores.trained_ns == 90 - (result.parts - 1), "as old as its oldest part"
         assert scores.sidecar_ns > 0
         assert channel.receive_scores(9, 1.0) is None
 

@@ -36,7 +36,7 @@ HEADER = SegmentHeader(
     schema=schema.describe(COLUMNS),
 )
 BATCH = RecordHeader(KIND_BATCH, 5, 1856, 77, 1, 3, 128, 64, True, 0xDEADBEEF, 0, 123_456_789, 0)
-REPLY = RecordHeader(KIND_SCORES, 2, 320, 77, 1, 3, 128, 64, True, None, 41, 123_999_999, 54_321)
+REPLY = RecordHeader(KIND_SCORES, 2, 320, 77, 1, 3, 128, 64, True, None, 41, 123_999_999, 54_321, 122_000_000)
 
 
 def made():

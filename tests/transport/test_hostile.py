@@ -80,8 +80,8 @@ def test_a_header_that_does_not_add_up_is_not_attached(run_id, offset, form, val
 
 
 def test_another_version_is_refused_with_both_versions_named(run_id):
-    outcome = attack(run_id, ROWS, at(8, "<I", 2), attached=False)
-    assert "version 2, this program version 1" in outcome[0]
+    outcome = attack(run_id, ROWS, at(8, "<I", 1), attached=False)
+    assert "version 1, this program version 2" in outcome[0]
     with pytest.raises(TransportError, match="version 9"):
         unpack_header(b"MPSTCHAN" + (9).to_bytes(4, "little") + bytes(4084), 4096)
 

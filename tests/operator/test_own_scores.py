@@ -1,0 +1,56 @@
+"""`score_where: operator` against a real sidecar process: scores go on when it is dead, and grow older."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from test_aux_trainer import experiences, operator
+
+from mps_trainer.transport import leftovers
+
+
+def test_scores_go_on_without_the_sidecar(make_run: Any) -> None:
+    args = {"use": "filter", "score_where": "operator", "snapshot_every": "0s"}
+    run = make_run(min_experiences=8, **args)
+    child, _ = run.start()
+    aux = operator(run, filter={"value": 0.25}, min_version=1, max_staleness="1h", **args)
+
+    async def main() -> list[tuple[int, dict[str, Any]]]:
+        found = []
+        await aux.prepare()
+        for seed in range(3):
+            kept, metrics = await aux.process(experiences(seed))
+            found.append((len(kept), metrics))
+            version = run.settings.steps_per_batch * (seed + 1)
+            # The snapshot is published after the steps; no batch waits for that.
+            for _ in range(400):
+                if run.status().version == version:
+                    break
+                await asyncio.sleep(0.025)
+        child.kill()
+        child.wait()
+        await asyncio.sleep(0.2)
+        kept, metrics = await aux.process(experiences(3))
+        found.append((len(kept), metrics))
+        assert f"mpst.{run.run_id}.w" in leftovers(run.run_id), "it waits for a successor"
+        run.supervisor.release()
+        await aux.close()
+        return found
+
+    found = asyncio.run(main())
+    assert found[0][0] == 32
+    assert found[0][1]["aux_trainer/model_version"] == 0, "the first snapshot is there before READY"
+    assert found[0][1]["aux_trainer/score_too_early"] == 1
+    assert [kept for kept, _ in found[1:]] == [24, 24, 24]
+    for _, metrics in found:
+        assert metrics["aux_trainer/scored"] == metrics["aux_trainer/fed"] == 32
+        assert metrics["aux_trainer/score_latency_ms"] > 0
+        assert metrics["aux_trainer/snapshot_errors_total"] == metrics["aux_trainer/errors_total"] == 0
+        assert all(type(value) in (int, float) for value in metrics.values())
+    last = found[-1][1]
+    assert last["aux_trainer/sidecar_up"] == 0
+    assert last["aux_trainer/score_age_s"] >= 0.2
+    assert last["aux_trainer/model_version"] >= 8
+    assert leftovers(run.run_id) == [], "the operator was the last to use it"
+    assert run.status().scored == 0, "nobody asked the sidecar"
