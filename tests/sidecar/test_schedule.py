@@ -219,7 +219,8 @@ def test_a_continuous_sidecar_trains_between_batches_and_answers_and_ends_when_a
             channel.send(rows, request_id=request, want_scores=True)
             assert channel.receive_scores(request, timeout_s=20) is not None
             steps = run.status().version
-            wait_until(lambda steps=steps: run.status().version > steps + 10)
+            # More than the 50 steps after which a line in the metrics falls due.
+            wait_until(lambda steps=steps: run.status().version > steps + 60, limit_s=60)
         assert run.status().batches == 2
     child.send_signal(signal.SIGTERM)
     assert child.wait(20) == OK
