@@ -4,11 +4,12 @@
     python scripts/kill_sidecar.py --kills 100 --seed 1
     python scripts/kill_sidecar.py --kills 100 --seed 1 --variants priority epochs
 
-A real sidecar process over a real ring gets a SIGKILL up to a quarter of a second after READY (each fifth: while it
+A real sidecar process over a real ring gets a SIGKILL at a random moment after 0 to 7 more batches (each fifth while it
 starts), while an operator goes on sending. At the end its last checkpoint is compared with that of a sidecar that got
 the same batches in peace: weights, optimizer, schedule, random states, and each experience in the replay buffer with
 how often it was drawn. A difference, or an experience that is lost, ends the script with exit status 1. Sidecars are
-forked from a process that has done their imports. A short version runs in tests/sidecar/test_random_kills.py.
+forked from a process that has done their imports, or with --cold each begins with its own. A short version runs in
+tests/sidecar/test_random_kills.py.
 """
 
 import argparse
@@ -16,11 +17,12 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from sidecar_kills import VARIANTS, compare_with_unbroken
-from warm_sidecar import WarmSidecars
+from sidecar_kills import VARIANTS, Sidecars, compare_with_unbroken
+from warm_sidecar import ColdSidecars, WarmSidecars
 
 
 def main() -> int:
@@ -28,9 +30,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100, help="for each variant")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--cold", action="store_true", help="start `python -m mps_trainer.sidecar` each time")
     options = parser.parse_args()
     failed = 0
-    with tempfile.TemporaryDirectory() as folder, WarmSidecars() as sidecars:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        sidecars = ColdSidecars() if options.cold else stack.enter_context(WarmSidecars())
         os.environ["MPS_TRAINER_STATE_DIR"] = f"{folder}/state"
         for variant in options.variants:
             failed += not run(Path(folder) / variant, sidecars, variant, options)
@@ -38,7 +42,7 @@ def main() -> int:
     return int(failed > 0)
 
 
-def run(folder: Path, sidecars: WarmSidecars, variant: str, options: argparse.Namespace) -> bool:
+def run(folder: Path, sidecars: Sidecars, variant: str, options: argparse.Namespace) -> bool:
     def tell(what: str) -> None:
         print(f"\r{variant}: {what}\033[K" if sys.stdout.isatty() else f"{variant}: {what}", end=end, flush=True)
 

@@ -18,17 +18,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from real_sidecar import Run, token_rows
 from safetensors.numpy import load_file
-from warm_sidecar import WarmSidecars
+from warm_sidecar import ColdSidecars, WarmSidecars
 
 from mps_trainer.errors import RunError
 from mps_trainer.run import State, Status
 from mps_trainer.transport import OperatorChannel
 
+Sidecars: TypeAlias = "WarmSidecars | ColdSidecars"
 ROWS = 48
 LIMIT_S = 120.0
 #: A life lasts so many batches at most, and then so many seconds.
@@ -75,7 +76,7 @@ class Outcome:
 
 def compare_with_unbroken(
     folder: Path,
-    sidecars: WarmSidecars,
+    sidecars: Sidecars,
     variant: str,
     kills: int,
     seed: int,
@@ -152,7 +153,7 @@ def _send(channel: OperatorChannel, number: int) -> bool:
 
 
 def _kill(
-    run: Run, sidecars: WarmSidecars, kills: int, rng: random.Random, outcome: Outcome, tell: Callable[[str], object]
+    run: Run, sidecars: Sidecars, kills: int, rng: random.Random, outcome: Outcome, tell: Callable[[str], object]
 ) -> int:
     with run.channel(num_slots=4, slot_bytes=2**16, block_timeout_s=LIMIT_S) as channel:
         # Training between batches needs something between them.
@@ -179,7 +180,7 @@ def _kill(
     return batches
 
 
-def _take_all(run: Run, sidecars: WarmSidecars, batches: int) -> None:
+def _take_all(run: Run, sidecars: Sidecars, batches: int) -> None:
     with run.channel(num_slots=4, slot_bytes=2**16, block_timeout_s=LIMIT_S) as channel:
         pid = _start(run, sidecars)
         _wait_until(run, sidecars, pid, _at_work(pid, 0))
@@ -188,17 +189,17 @@ def _take_all(run: Run, sidecars: WarmSidecars, batches: int) -> None:
         _finish(run, sidecars, pid, batches)
 
 
-def _start(run: Run, sidecars: WarmSidecars) -> int:
+def _start(run: Run, sidecars: Sidecars) -> int:
     return sidecars.start(run.paths.run_file, run.run_dir / "sidecar.log")
 
 
-def _finish(run: Run, sidecars: WarmSidecars, pid: int, batches: int) -> None:
+def _finish(run: Run, sidecars: Sidecars, pid: int, batches: int) -> None:
     _wait_until(run, sidecars, pid, lambda status: status.pid == pid and status.batches == batches)
     os.kill(pid, signal.SIGTERM)
     assert sidecars.exit_code(pid, wait=True) == 0, run.log()[-2000:]
 
 
-def _wait_until(run: Run, sidecars: WarmSidecars, pid: int, condition: Callable[[Status], bool]) -> bool:
+def _wait_until(run: Run, sidecars: Sidecars, pid: int, condition: Callable[[Status], bool]) -> bool:
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
