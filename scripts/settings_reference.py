@@ -12,11 +12,12 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from mps_trainer.config import FilterSettings, RewardSettings, Settings, format_size
+from mps_trainer.config import Settings, format_size
+from mps_trainer.config.section import Section
 from mps_trainer.tasks.registry import BUILT_IN_TASKS
 
 DOCS = Path(__file__).parents[1] / "docs"
-SIZES = {"memory", "ring_slot"}
+SIZES = {"memory", "ring_slot", "replay_bytes"}
 DURATIONS = {
     "probation_timeout",
     "score_timeout",
@@ -41,7 +42,7 @@ what they resolve to. This page is generated: `python scripts/settings_reference
 
 def default_of(name: str, field: FieldInfo) -> str:
     value: Any = field.get_default(call_default_factory=True)
-    if isinstance(value, (FilterSettings, RewardSettings)):
+    if isinstance(value, Section):
         return "see below"
     if value is None:
         return "-"
@@ -66,7 +67,16 @@ def rows(model: type, prefix: str = "") -> str:
 
 
 def page() -> str:
-    return HEAD + rows(Settings) + rows(FilterSettings, "filter.") + rows(RewardSettings, "reward.")
+    sections = {name: field.annotation for name, field in Settings.model_fields.items()}
+    return (
+        HEAD
+        + rows(Settings)
+        + "".join(
+            rows(section, f"{name}.")
+            for name, section in sections.items()
+            if isinstance(section, type) and issubclass(section, Section)
+        )
+    )
 
 
 TASKS_HEAD = """# Built-in tasks

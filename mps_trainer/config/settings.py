@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from mps_trainer.config.schedule import STEPS_PER_BATCH, ReplaySettings, ScheduleSettings, check_schedule
+from mps_trainer.config.section import Section
 from mps_trainer.config.units import parse_duration, parse_size
 from mps_trainer.errors import ConfigError
 
@@ -29,11 +31,7 @@ def _yaml_bool_to_word(value: object) -> object:
 OnOrOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_bool_to_word)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-
-class FilterSettings(_Section):
+class FilterSettings(Section):
     """Which experiences `use: filter` drops. A high score means: drop me."""
 
     drop: Literal["quantile", "threshold", "top_k"] = Field(
@@ -66,7 +64,7 @@ class FilterSettings(_Section):
         return int(self.value * size + 1e-9)
 
 
-class RewardSettings(_Section):
+class RewardSettings(Section):
     """How `use: reward` corrects a reward. The raw reward stays in `experience.info["raw_reward"]`."""
 
     how: Literal["add", "multiply", "replace"] = Field(
@@ -85,7 +83,7 @@ class RewardSettings(_Section):
         return self
 
 
-class Settings(_Section):
+class Settings(Section):
     """The operator's `args`, resolved."""
 
     enabled: bool = Field(True, description="false leaves every experience untouched and starts nothing")
@@ -115,9 +113,20 @@ class Settings(_Section):
     probation_timeout: Duration = Field(60.0, gt=0, description="the longest that probation takes")
 
     batch_size: int = Field(256, ge=1, le=2**24, description="experiences in one training step")
-    steps_per_batch: int = Field(4, ge=0, description="training steps after each batch from the explorer")
+    steps_per_batch: int = Field(
+        STEPS_PER_BATCH, ge=0, description="training steps after each batch from the explorer (schedule.train: steps)"
+    )
     min_experiences: int = Field(32, ge=1, description="experiences in the replay buffer before training starts")
     replay_capacity: int = Field(8192, ge=1, le=2**31, description="experiences that the replay buffer keeps")
+    replay_bytes: Size | None = Field(
+        None,
+        gt=0,
+        description="bytes that the replay buffer keeps, such as 4GiB; the oldest experiences leave first",
+    )
+    replay: ReplaySettings = Field(ReplaySettings(), description="how training batches are drawn")
+    schedule: ScheduleSettings = Field(
+        ScheduleSettings(), description="when training steps are taken, and with which learning rate"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="for initial weights and sampling")
     checkpoint_every: int = Field(200, ge=1, description="training steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept on disk")
@@ -188,6 +197,11 @@ class Settings(_Section):
         return self
 
     @model_validator(mode="after")
+    def _schedule_fits(self) -> Settings:
+        check_schedule(self)
+        return self
+
+    @model_validator(mode="after")
     def _one_memory_wish(self) -> Settings:
         if self.memory is not None and self.memory_fraction is not None:
             raise ValueError("memory and memory_fraction are both set; keep one of them")
@@ -225,8 +239,9 @@ def _explain(error: ValidationError) -> tuple[str, str]:
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
     fields = Settings.model_fields
-    if len(loc) > 1 and loc[0] in ("filter", "reward"):
-        fields = (FilterSettings if loc[0] == "filter" else RewardSettings).model_fields
+    section = fields[str(loc[0])].annotation if len(loc) > 1 else None
+    if isinstance(section, type) and issubclass(section, Section):
+        fields = section.model_fields
     close = difflib.get_close_matches(str(loc[-1]), fields, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -29,7 +29,7 @@ class BatchReport:
         """One training step was taken."""
         self._losses.append(loss)
         self._train_ms += ms
-        if len(self._losses) % _STEPS_PER_LINE == 0 and self._learner.steps_due:
+        if len(self._losses) % _STEPS_PER_LINE == 0 and (self._learner.steps_due or self._learner.may_train):
             self._metrics.write("step", {"step": self._learner.trainer.step, "loss": loss})
 
     def paused(self, reason: str) -> None:
@@ -52,6 +52,7 @@ class BatchReport:
                 "step": self._learner.trainer.step,
                 "batch": counters.batches,
                 "loss": sum(losses) / len(losses) if losses else None,
+                "learning_rate": self._learner.trainer.learning_rate,
                 "auc": auc,
                 "auc_window": counters.auc,
                 "experiences": counters.experiences,

@@ -3,9 +3,10 @@
     checkpoints/step-<n>/
         model.safetensors        the weights
         optimizer.safetensors    its tensors, named <parameter>.<name>
-        replay.safetensors       the replay buffer's rows and the ids it knows
-        random.safetensors       torch's random state
-        state.json               everything else, to be read by people too; written last
+        replay.safetensors       the replay buffer's rows, their losses and classes, the ids it knows, planned passes
+        random.safetensors       the random states of torch, numpy and Python
+        state.json               everything else, to be read by people too: counters, the learning-rate schedule, the
+                                 buffer's random state, the place in the journal; written last
 
 A checkpoint is written under a temporary name and renamed. No fsync, as in the journal.
 """
@@ -32,10 +33,11 @@ from torch import Tensor
 from mps_trainer.columns import Array
 from mps_trainer.errors import RunError
 from mps_trainer.sidecar.optimizer_state import as_number, flatten, unflatten
-from mps_trainer.sidecar.trainer import Trainer, random_state, set_random_state
+from mps_trainer.sidecar.random_state import random_state, set_random_state
+from mps_trainer.sidecar.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(kw_only=True)
@@ -81,9 +83,10 @@ def _write(temporary: Path, trainer: Trainer, checkpoint: Checkpoint) -> None:
         {name: np.ascontiguousarray(array) for name, array in checkpoint.replay.items()},
         temporary / "replay.safetensors",
     )
-    random = {str(i): state for i, state in enumerate(random_state(trainer.device))}
-    save_file(random, temporary / "random.safetensors")
+    save_file(random_state(trainer.device), temporary / "random.safetensors")
     state = {"format": FORMAT, "step": trainer.step, "torch": torch.__version__, **checkpoint.state}
+    if trainer.scheduler is not None:
+        state["rate"] = trainer.scheduler.state_dict()
     (temporary / "state.json").write_text(json.dumps({**state, "optimizer": scalars}, indent=1, default=as_number))
 
 
@@ -149,7 +152,9 @@ def _load(path: Path, trainer: Trainer) -> Checkpoint:
     random = load_file(path / "random.safetensors")
     trainer.model.load_state_dict(load_file(path / "model.safetensors"))
     trainer.optimizer.load_state_dict(unflatten(tensors, state["optimizer"]))
-    set_random_state(trainer.device, [random[key] for key in sorted(random)])
+    if trainer.scheduler is not None:
+        trainer.scheduler.load_state_dict(state["rate"])
+    set_random_state(trainer.device, random)
     trainer.step = state["step"]
     return Checkpoint(replay=replay, state=state)
 

@@ -1,8 +1,8 @@
 """The learner: what a record does to the model. Live records and records of the journal take this one path.
 
     record --evaluate--> running AUC (the model has not seen it)
-           --take------> replay buffer, and `steps_per_batch` steps fall due with the last part of a batch
-           --train-----> one step at a time, until none is due
+           --take------> replay buffer, and steps fall due with the last part of a batch (`schedule.train`)
+           --train-----> one step at a time, until none is due; with `train: continuous`, while `may_train`
 
 Everything that the weights depend on is here and is saved in `state`. So a successor that starts from a checkpoint
 and takes the journal's records in their order arrives at the very weights of a sidecar that was never killed.
@@ -20,7 +20,8 @@ import numpy as np
 from mps_trainer.columns import Array, PackedBatch
 from mps_trainer.config import Settings
 from mps_trainer.sidecar.auc import RunningAuc, area_under_curve
-from mps_trainer.sidecar.replay import Empty, ReplayBuffer
+from mps_trainer.sidecar.passes import Passes
+from mps_trainer.sidecar.replay import Draw, Empty, ReplayBuffer
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.transport import RecordHeader
 
@@ -84,6 +85,7 @@ class Learner:
         self.on_step: Callable[[PackedBatch], object] = lambda _: None
         self._settings = settings
         self._draw_into = draw_into or (lambda: np.empty)
+        self._passes = Passes(settings.schedule.epochs, settings.batch_size)
         self._window = RunningAuc()
         self._finished = 0
         self._batch_pairs: list[tuple[Array, Array]] = []
@@ -94,6 +96,14 @@ class Learner:
     def batch_is_in(self) -> bool:
         """Whether a batch has come in whole since the last `close_batch`; its steps, if any, are due."""
         return self._finished > 0
+
+    @property
+    def may_train(self) -> bool:
+        """Whether a step may be taken though none is due: `train: continuous`, within `max_replays`."""
+        schedule, held = self._settings.schedule, len(self.replay)
+        if schedule.train != "continuous" or held < self._settings.min_experiences:
+            return False
+        return self.replay.mean_draws < schedule.max_replays
 
     def knows(self, name: RecordName) -> bool:
         """Whether this very record was taken before: it is delivered again after a kill before its release."""
@@ -109,7 +119,8 @@ class Learner:
 
     def take(self, name: RecordName, batch: PackedBatch) -> int:
         """Copy a record's rows into the replay buffer; the number of rows that were new."""
-        added = self.replay.add(batch)
+        classes = self.trainer.classes(batch) if self._settings.replay.class_balance else None
+        added = self.replay.add(batch, classes)
         self.counters.experiences += batch.num_rows
         self.counters.duplicates += batch.num_rows - added
         self._recent.append(name.key)
@@ -135,12 +146,15 @@ class Learner:
             self._finish_batch(channel)
 
     def train_step(self) -> float:
-        """One step that is due; its loss."""
-        self.steps_due -= 1
-        batch = self.replay.sample(self._settings.batch_size, self._draw_into())
-        self.on_step(batch)
-        loss = self.trainer.train_step(batch)
-        self.counters.trained += batch.num_rows
+        """One step, the next that is due if any is; its loss."""
+        self.steps_due = max(0, self.steps_due - 1)
+        draw = self._draw()
+        self.on_step(draw.rows)
+        loss = self.trainer.train_step(draw.rows, draw.weights)
+        if self.replay.settings.sampling == "priority":
+            assert self.trainer.losses is not None
+            self.replay.learnt(draw, self.trainer.losses)
+        self.counters.trained += draw.rows.num_rows
         self.counters.loss = loss
         if self.counters.first_loss is None:
             self.counters.first_loss = loss
@@ -149,6 +163,9 @@ class Learner:
     def remove(self, eids: Collection[bytes]) -> PackedBatch:
         """Take experiences out of the replay buffer; with too few left no step is due any more."""
         removed = self.replay.remove(eids)
+        if self._settings.schedule.train == "epochs":
+            self._passes.keep_held(self.replay)
+            self.steps_due = len(self._passes)
         if len(self.replay) < self._settings.min_experiences:
             self.steps_due = 0
         return removed
@@ -159,7 +176,8 @@ class Learner:
         Between two steps of a batch too; only the AUC of that very batch is then not told by the successor.
         """
         arrays, replay = self.replay.state()
-        return arrays, {
+        planned, passes = self._passes.state()
+        return {**arrays, **planned}, {
             "counters": asdict(self.counters),
             "steps_due": self.steps_due,
             "finished_batches": self._finished,
@@ -167,11 +185,13 @@ class Learner:
             "recent_records": list(self._recent),
             "auc_window": self._window.state(),
             "replay": replay,
+            "passes": passes,
         }
 
     def load_state(self, arrays: Mapping[str, Array], state: Mapping[str, Any]) -> None:
         """Take over what `state` returned."""
         self.replay.load_state(arrays, state["replay"])
+        self._passes.load_state(arrays, state["passes"])
         self.counters = Counters(**state["counters"])
         self.steps_due = state["steps_due"]
         self._finished = state["finished_batches"]
@@ -183,5 +203,16 @@ class Learner:
         del self._open[channel]
         self.counters.batches += 1
         self._finished += 1
-        if len(self.replay) >= self._settings.min_experiences:
+        schedule = self._settings.schedule
+        if len(self.replay) < self._settings.min_experiences or self.counters.batches % schedule.train_every:
+            return
+        if schedule.train == "steps":
             self.steps_due += self._settings.steps_per_batch
+        elif schedule.train == "epochs":
+            self._passes.plan(self.replay)
+            self.steps_due = len(self._passes)
+
+    def _draw(self) -> Draw:
+        if self._settings.schedule.train == "epochs":
+            return self._passes.draw(self.replay, self._draw_into())
+        return self.replay.draw(self._settings.batch_size, self._draw_into())

@@ -8,6 +8,7 @@
     READY -> catch up: journal records the checkpoint lacks, one by one
           -> loop: wait for the doorbell -> records, oldest first:
                  score and reply, if asked | evaluate | journal | replay buffer | release | steps | metrics | checkpoint
+             no record, and `train: continuous`: one step
           -> drain: rings emptied into the journal, its records and steps taken within a time limit, checkpoint, STOPPED
 
 Scores come first and are given by the model as it is, which has not seen these experiences: that makes them an
@@ -43,6 +44,7 @@ from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.publishing import snapshots_for
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import Learning
+from mps_trainer.sidecar.steps import Steps
 from mps_trainer.transport import Delivery, SidecarHub, decode_batch
 
 _log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class Sidecar:
         self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
         self._trainer.on_part = self._note.beat
         self._aside = learning.aside
+        self._steps = Steps(self._learner, self._aside, self._report)
         self._ring = learning.ring
         on_attach = self._ring.attach if self._ring is not None else None
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
@@ -99,9 +102,9 @@ class Sidecar:
             elif self._behind:
                 self._catch_up(self._must_stop)
             else:
-                self._hub.wait(_WAIT_S)
-                # What a pause has interrupted.
-                self._train_due(self._must_stop)
+                if not self._hub.wait(0.0 if self._learner.may_train else _WAIT_S):
+                    self._train_between()
+                self._train_due(self._must_stop)  # What a pause has interrupted.
                 self._take_records(limit=64)
                 self._snapshots.publish_if_due()
             self._look_around()
@@ -216,25 +219,19 @@ class Sidecar:
 
     def _train_due(self, stop: Callable[[], bool]) -> None:
         """The steps that are due until `stop`; after the last, the metrics of the batch and perhaps a checkpoint."""
-        if not self._learner.batch_is_in:
+        if not self._learner.batch_is_in or not self._steps.take_due(stop):
             return
-        while self._learner.steps_due:
-            if stop():
-                return
-            self._aside.before_step(self._learner)
-            if not self._learner.steps_due:
-                break
-            begin = time.monotonic()
-            loss = self._learner.train_step()
-            self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
         self._note.stage(Stage.WRITING)
         backlog = sum(producer.backlog for producer in self._hub.producers())
         self._report.write(self._learner.close_batch(), backlog, self._dropped.counts())
         self._save_status()
         self._snapshots.publish_if_due()
-        large = not self._behind and self._journal.growth > _MAX_JOURNAL_BYTES
-        if large or self._trainer.step - self._tried_at_step >= self._settings.checkpoint_every:
-            self._save()
+        self._save_if_due()
+
+    def _train_between(self) -> None:
+        if self._learner.may_train and not self._must_stop():
+            self._steps.take_another()
+            self._save_if_due()
 
     def _look_around(self) -> None:
         """Notice operators that live and that died; refresh the status now and then."""
@@ -286,6 +283,11 @@ class Sidecar:
                 if delivery.header.want_scores and not late():
                     self._score(delivery)
             delivery.release()
+
+    def _save_if_due(self) -> None:
+        large = not self._behind and self._journal.growth > _MAX_JOURNAL_BYTES
+        if large or self._trainer.step - self._tried_at_step >= self._settings.checkpoint_every:
+            self._save()
 
     def _save(self) -> None:
         self._note.stage(Stage.SAVING)

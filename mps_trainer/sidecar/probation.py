@@ -31,7 +31,7 @@ from mps_trainer.errors import ConfigError, MpsTrainerError, PlacementError, Tas
 from mps_trainer.run import RunRecord
 from mps_trainer.run.exit_codes import BAD_CONFIG, OK, TASK_FAILED
 from mps_trainer.sidecar.replay_memory import available_memory
-from mps_trainer.sidecar.trainer import Trainer
+from mps_trainer.sidecar.trainer import check_sampling, make_trainer
 from mps_trainer.sidecar.trial import TaskTrial, TrialReport, is_gpu_fault
 from mps_trainer.tasks import AuxiliaryTask, load_task, wire_columns
 
@@ -97,7 +97,8 @@ def try_task(settings: Settings, device: str, tell: Callable[[str], None]) -> Tr
     else:
         _limit_memory(settings.memory)
     tell("building the model")
-    trainer = Trainer(task, settings.batch_size, settings.seed, device)
+    check_sampling(task, settings)
+    trainer = make_trainer(task, settings, device)
     report = TaskTrial(trainer, columns, settings, tell, _STEPPING_SHARE * settings.probation_timeout).run()
     if not on_gpu:
         report.peak = max(_status_bytes("VmHWM") - base, 0)

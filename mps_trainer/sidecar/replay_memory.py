@@ -10,17 +10,15 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 from mps_trainer.columns import Column
 from mps_trainer.config import Settings
 from mps_trainer.errors import ConfigError
+from mps_trainer.sidecar.row_bytes import largest_row_bytes, smallest_row_bytes
 
 _log = logging.getLogger(__name__)
 _MIB = 2**20
-#: A numpy array of its own (its object and malloc's share), and the pointer to it.
-_ARRAY_BYTES = 136
 #: Two objects of a text while a batch is made: its str or bytes, and the pointer to it.
 _TEXT_BYTES = 64
 _MAX_OFFSET = 2**31 - 1
@@ -33,16 +31,8 @@ _CGROUPS = (
 
 
 def row_bytes(columns: Sequence[Column]) -> int:
-    """The most bytes that one experience takes in the replay buffer."""
-    total = 2 * _KNOWN_ID_BYTES
-    for column in columns:
-        if column.kind == "text":
-            total += (column.maximum or 0) + _ARRAY_BYTES
-        elif column.kind == "ragged":
-            total += (column.maximum or 0) * np.dtype(column.dtype).itemsize + _ARRAY_BYTES
-        else:
-            total += column.max_row_bytes
-    return total
+    """The most bytes that one experience takes in the replay buffer, with the ids that are remembered."""
+    return 2 * _KNOWN_ID_BYTES + largest_row_bytes(columns)
 
 
 def batch_row_bytes(columns: Sequence[Column]) -> int:
@@ -60,27 +50,51 @@ def check_replay_memory(
     """
     available = available_memory() if available is None else available
     _check_batch(columns, settings.batch_size, available)
-    each = row_bytes(columns)
-    full = settings.replay_capacity * each
-    found = (
-        f"the replay buffer takes up to {full // _MIB} MiB: replay_capacity {settings.replay_capacity} experiences "
-        f"of at most {each} bytes"
-    )
+    full, found = _full_buffer(columns, settings)
+    which = "replay_capacity" if settings.replay_bytes is None else "replay_bytes"
     if full > available:
         # Half of it, because the rollout lives on the same memory and a checkpoint copies the buffer.
-        fitting = available // 2 // each
+        fitting = _fitting(available // 2, columns, settings)
         raise ConfigError(
             f"{found}; this machine has {available // _MIB} MiB available",
-            f"lower replay_capacity to {fitting} or less, or lower the columns' maxima"
-            if fitting
+            f"lower {which} to {fitting} or less, or lower the columns' maxima"
+            if fitting != "0"
             else "lower the columns' maxima",
         )
     if device == "cpu" and settings.memory is not None and full > settings.memory:
-        fitting = settings.memory // each
+        fitting = _fitting(settings.memory, columns, settings)
         _log.warning(
-            "%s; memory: wishes for %d MiB. To keep to it, lower replay_capacity to %d",
-            found, settings.memory // _MIB, fitting,
+            "%s; memory: wishes for %d MiB. To keep to it, lower %s to %s",
+            found, settings.memory // _MIB, which, fitting,
         )  # fmt: skip
+
+
+def _full_buffer(columns: Sequence[Column], settings: Settings) -> tuple[int, str]:
+    """Bytes of the full buffer, and where the number comes from. ConfigError when `replay_bytes` is too few."""
+    each = row_bytes(columns)
+    full = settings.replay_capacity * each
+    words = f"replay_capacity {settings.replay_capacity} experiences of at most {each} bytes"
+    limit = settings.replay_bytes
+    if limit is not None:
+        least = settings.min_experiences * largest_row_bytes(columns)
+        if limit < least:
+            raise ConfigError(
+                f"replay_bytes, {limit} bytes, may hold fewer than the {settings.min_experiences} experiences of "
+                f"min_experiences, which take up to {least} bytes",
+                f"raise replay_bytes to {-(-least // _MIB)}MiB or more, or lower min_experiences or the maxima",
+            )
+        # Twice, because places of experiences that have left keep their scalars and vectors.
+        most = 2 * limit + 2 * _KNOWN_ID_BYTES * min(settings.replay_capacity, limit // smallest_row_bytes(columns))
+        if most < full:
+            full, words = most, f"replay_bytes {limit // _MIB} MiB, with places of experiences that have left, and ids"
+    return full, f"the replay buffer takes up to {full // _MIB} MiB: {words}"
+
+
+def _fitting(available: int, columns: Sequence[Column], settings: Settings) -> str:
+    if settings.replay_bytes is None:
+        return str(available // row_bytes(columns))
+    share = 2 + 2 * _KNOWN_ID_BYTES / smallest_row_bytes(columns)
+    return f"{int(available / share) // _MIB}MiB"
 
 
 def _check_batch(columns: Sequence[Column], batch_size: int, available: int) -> None:

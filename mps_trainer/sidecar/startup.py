@@ -31,7 +31,7 @@ from mps_trainer.sidecar.phases import Phases
 from mps_trainer.sidecar.replay import ReplayBuffer
 from mps_trainer.sidecar.replay_memory import check_replay_memory
 from mps_trainer.sidecar.set_aside import SetAside
-from mps_trainer.sidecar.trainer import Trainer
+from mps_trainer.sidecar.trainer import check_sampling, make_trainer
 from mps_trainer.sidecar.worst_case import worst_case_batch
 from mps_trainer.tasks import AuxiliaryTask, load_task, wire_columns
 
@@ -102,6 +102,7 @@ def prepare(record: RunRecord, settings: Settings, phases: Phases) -> Prepared:
         phases.lap("imports")
         task = load_task(settings.task, settings.task_args)
         columns = wire_columns(task)
+    check_sampling(task, settings)
     check_replay_memory(columns, settings, record.device)
     prepared = Prepared(task, columns, worst_case_batch(columns, settings.batch_size))
     phases.lap("task")
@@ -135,7 +136,7 @@ def build_learning(
     columns = prepared.columns
     device = torch.device(shared.device if shared else record.device)
     ring = ring_for(device)
-    trainer = Trainer(prepared.task, settings.batch_size, settings.seed, str(device), ring.batch if ring else None)
+    trainer = make_trainer(prepared.task, settings, str(device), ring.batch if ring else None)
     # Before the reservation: what the driver takes on the device for a registered mapping is then not taken later.
     staging = staging_for(ring, columns, settings.batch_size) if ring else None
     phases.lap("model")
@@ -155,7 +156,9 @@ def build_learning(
             "the worst-case step takes %.1f s; a sidecar that is silent for hang_timeout, %g s, is restarted: raise it",
             seconds, settings.hang_timeout,
         )  # fmt: skip
-    replay = ReplayBuffer(columns, settings.replay_capacity, settings.seed)
+    if settings.replay.class_balance:
+        trainer.classes(prepared.worst)
+    replay = ReplayBuffer(columns, settings.replay_capacity, settings.seed, settings.replay_bytes, settings.replay)
     learner = Learner(trainer, replay, settings, staging.start if staging else None)
     run_dir = Path(record.run_dir)
     found = load_newest(run_dir / "checkpoints", trainer)

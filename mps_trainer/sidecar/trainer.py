@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from mps_trainer.columns import Array, PackedBatch
-from mps_trainer.errors import GpuFaultError, MpsTrainerError, TaskError
+from mps_trainer.config import ScheduleSettings, Settings
+from mps_trainer.errors import ConfigError, GpuFaultError, MpsTrainerError, TaskError
 from mps_trainer.run.doing import describe_ids
 from mps_trainer.sidecar.gpu.faults import is_gpu_fault
 from mps_trainer.sidecar.optimizer_state import check_saveable
+from mps_trainer.sidecar.random_state import random_state, seed_everything, set_random_state
+from mps_trainer.sidecar.rate import rate_scheduler
 from mps_trainer.tasks import AuxiliaryTask, TaskBatch
 from mps_trainer.tasks.asking import check_tensor, parts_of, rows_of, to_numbers
 
@@ -30,11 +33,14 @@ class Trainer:
     Args:
         task: the user's.
         batch_size: the most experiences in one pass through the model; more are split, never a larger allocation.
-        seed: torch's seed, set just before the model is built.
+        seed: of torch, numpy and Python, set just before the model is built.
         device: where the model lives.
         to_batch: how a packed batch gets there; None for a plain copy.
+        schedule: how the learning rate changes; None: it stays.
+        by_experience: train on the task's `losses`, weighted, instead of its `loss`.
 
     Attributes:
+        losses: with `by_experience`, (n,) float32: those of the last training step.
         on_part: called before each pass of scoring and evaluating: a large record takes many.
         trained_ns: CLOCK_MONOTONIC when the model last took a step, or was built; what the age of its scores begins at.
     """
@@ -46,27 +52,39 @@ class Trainer:
         seed: int,
         device: str = "cpu",
         to_batch: Callable[[PackedBatch], TaskBatch] | None = None,
+        schedule: ScheduleSettings | None = None,
+        *,
+        by_experience: bool = False,
     ) -> None:
         self.task = task
         self.device = torch.device(device)
         self.batch_size = batch_size
         self._to_batch = to_batch or (lambda packed: TaskBatch.from_packed(packed, self.device))
+        self._schedule = schedule or ScheduleSettings()
+        self.by_experience = by_experience
+        self.losses: Array | None = None
         self.step = 0
         self.trained_ns = time.monotonic_ns()
         self.on_part: Callable[[], object] = lambda: None
-        torch.manual_seed(seed)
+        seed_everything(seed)
         with self._users_code("build_model"):
             self.model = task.build_model().to(self.device)
-        with self._users_code("optimizer"):
-            self.optimizer = task.optimizer(self.model)
+        self._begin_optimizer()
 
-    def train_step(self, packed: PackedBatch) -> float:
-        """One step on at most `batch_size` experiences; the loss. TaskError when it is not finite."""
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step, in the optimizer's first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def train_step(self, packed: PackedBatch, weights: Array | None = None) -> float:
+        """One step on at most `batch_size` experiences; the loss. TaskError when it is not finite.
+
+        Args:
+            weights: (n,) float32, with `by_experience`: a factor on each experience's loss; None: 1.
+        """
         self.model.train()
-        with self._users_code("loss", packed):
-            batch = self._to_batch(packed)
-            loss = self.task.loss(self.model, batch)
-            check_tensor("loss", loss, ())
+        with self._users_code("losses" if self.by_experience else "loss", packed):
+            loss = self._loss(self._to_batch(packed), weights)
             # Reading the number waits for the device: never more than one step is in flight.
             value = float(loss.item())
         if not math.isfinite(value):
@@ -75,6 +93,8 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
             self.synchronize()
         self.step += 1
         self.trained_ns = time.monotonic_ns()
@@ -110,6 +130,16 @@ class Trainer:
                 came_true.append(to_numbers("predictions", pair[1], part.num_rows))
         return (np.concatenate(predicted), np.concatenate(came_true)) if predicted else None
 
+    def classes(self, packed: PackedBatch) -> Array:
+        """(n,) uint8: the class of each experience, found on the CPU."""
+        with self._users_code("classes", packed):
+            found = self.task.classes(TaskBatch.from_packed(packed, "cpu"))
+            check_tensor("classes", found, (packed.num_rows,))
+            values = np.asarray(found.numpy())
+            if values.dtype.kind == "f" or (values.size and not 0 <= int(values.min()) <= int(values.max()) <= 255):
+                raise ValueError("classes() must give bool or whole numbers from 0 to 255")
+        return values.astype(np.uint8)
+
     def dry_step(self, packed: PackedBatch) -> None:
         """Train on, score and evaluate a made-up batch, then put everything back as it was.
 
@@ -126,7 +156,7 @@ class Trainer:
         self.evaluate(packed)
         self.model.load_state_dict(weights)
         self.model.zero_grad(set_to_none=True)
-        self.optimizer = self.task.optimizer(self.model)
+        self._begin_optimizer()
         self.step = 0
         set_random_state(self.device, random)
 
@@ -134,6 +164,22 @@ class Trainer:
         """Wait until the device has nothing of ours to do."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _begin_optimizer(self) -> None:
+        with self._users_code("optimizer"):
+            self.optimizer = self.task.optimizer(self.model)
+            self.scheduler = rate_scheduler(self.optimizer, self._schedule)
+
+    def _loss(self, batch: TaskBatch, weights: Array | None) -> Tensor:
+        if not self.by_experience:
+            loss = self.task.loss(self.model, batch)
+            check_tensor("loss", loss, ())
+            return loss
+        losses = self.task.losses(self.model, batch)
+        self.losses = to_numbers("losses", losses.detach() if isinstance(losses, Tensor) else losses, batch.size)
+        if weights is None:
+            return losses.mean()
+        return (losses * torch.from_numpy(weights).to(losses.device)).mean()
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -172,17 +218,27 @@ class Trainer:
         return message if packed is None else f"{message} ({describe_ids(_ids(packed))})"
 
 
-def random_state(device: torch.device) -> list[Tensor]:
-    """Torch's random states: of the CPU and, for a GPU, of the device."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+def check_sampling(task: AuxiliaryTask, settings: Settings) -> None:
+    """ConfigError when the replay buffer shall draw by losses that the task does not tell."""
+    if settings.replay.sampling == "priority" and type(task).losses is AuxiliaryTask.losses:
+        name = type(task).__name__
+        raise ConfigError(
+            f"replay.sampling is priority, but task {name} has no losses()",
+            f"give {name} a method losses(model, batch) -> (B,) whose mean is its loss, or use sampling: recency",
+        )
 
 
-def set_random_state(device: torch.device, states: list[Tensor]) -> None:
-    """Put back what `random_state` returned."""
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+def make_trainer(
+    task: AuxiliaryTask,
+    settings: Settings,
+    device: str = "cpu",
+    to_batch: Callable[[PackedBatch], TaskBatch] | None = None,
+) -> Trainer:
+    """A trainer as a run's settings ask for."""
+    by_experience = settings.replay.sampling == "priority"
+    return Trainer(
+        task, settings.batch_size, settings.seed, device, to_batch, settings.schedule, by_experience=by_experience
+    )
 
 
 def _ids(packed: PackedBatch) -> tuple[str, ...]:

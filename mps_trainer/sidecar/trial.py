@@ -191,7 +191,7 @@ class TaskTrial:
 
     def _watch(self) -> None:
         task = self._trainer.task
-        for name in ("loss", "score"):
+        for name in ("loss", "losses", "score"):
             # On the object and past its class's own ideas of attributes: it keeps its type, which messages name.
             object.__setattr__(task, name, self._watched(name, getattr(task, name)))
         self._trainer.optimizer.register_step_pre_hook(self._check_gradients)

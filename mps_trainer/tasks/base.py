@@ -6,7 +6,8 @@
     score       a batch -> one number for each experience    (use: filter drops high ones; use: reward adds them)
     optimizer   how it learns                                (AdamW unless you say otherwise)
 
-A sixth, optional one, `predictions`, lets the sidecar report the AUC on experiences that it has not trained on.
+Optional: `predictions` lets the sidecar report the AUC on experiences that it has not trained on; `losses` lets it
+draw those with a high loss more often (`replay.sampling: priority`); `classes` says what `class_balance` balances.
 """
 
 from __future__ import annotations
@@ -53,3 +54,17 @@ class AuxiliaryTask(ABC):
     def predictions(self, model: nn.Module, batch: TaskBatch) -> tuple[Tensor, Tensor] | None:
         """What the model predicts and what came true: ((B,) float, (B,) in {0, 1}), or None without such a pair."""
         return None
+
+    def losses(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        """(B,) float: the loss of each experience, with `loss` their mean. Training uses it for `sampling: priority`.
+
+        Leave it out where an experience has no loss of its own, or where a high one does not mean "more to learn".
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no losses()")
+
+    def classes(self, batch: TaskBatch) -> Tensor:
+        """(B,) bool or whole numbers from 0 to 255: the class of each experience, for `class_balance`. On the CPU.
+
+        Asked once, when an experience comes in. Unless a task says otherwise, it is whether the reward is above 0.5.
+        """
+        return batch["reward"] > 0.5

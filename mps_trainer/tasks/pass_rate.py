@@ -72,7 +72,15 @@ class PassRate(AuxiliaryTask):
 
     def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         """Mean binary cross-entropy, in nats."""
-        return binary_cross_entropy_with_logits(self._logits(model, batch), self._passed(batch))
+        return self.losses(model, batch).mean()
+
+    def losses(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        """(B,) binary cross-entropy, in nats."""
+        return binary_cross_entropy_with_logits(self._logits(model, batch), self._passed(batch), reduction="none")
+
+    def classes(self, batch: TaskBatch) -> Tensor:
+        """(B,) bool: whether the run passed."""
+        return self._passed(batch).bool()
 
     def score(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         """(B,) in [0, 1]; the same for all runs of a task."""

@@ -109,8 +109,16 @@ class PreferenceClassifier(AuxiliaryTask):
 
     def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         """Mean binary cross-entropy."""
+        return self.losses(model, batch).mean()
+
+    def losses(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        """(B,) binary cross-entropy, in nats."""
         logits: Tensor = model(self._features(batch))
-        return binary_cross_entropy_with_logits(logits, self._labels(batch))
+        return binary_cross_entropy_with_logits(logits, self._labels(batch), reduction="none")
+
+    def classes(self, batch: TaskBatch) -> Tensor:
+        """(B,) bool: whether it was better than its baseline."""
+        return self._labels(batch).bool()
 
     def score(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         """(B,) in [0, 1]."""

@@ -1,0 +1,26 @@
+"""A short form of scripts/kill_sidecar.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sidecar_kills import compare_with_unbroken
+from warm_sidecar import WarmSidecars
+
+
+@pytest.fixture(scope="module")
+def sidecars() -> Iterator[WarmSidecars]:
+    with WarmSidecars() as parent:
+        yield parent
+
+
+@pytest.mark.parametrize(("variant", "seed"), [("priority", 1), ("recency", 2), ("epochs", 3)])
+def test_killed_at_random_it_arrives_where_an_unbroken_run_does(
+    sidecars: WarmSidecars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, seed: int
+) -> None:
+    monkeypatch.setenv("MPS_TRAINER_STATE_DIR", str(tmp_path / "state"))
+    outcome = compare_with_unbroken(tmp_path, sidecars, variant, kills=5, seed=seed)
+    assert outcome.compared > 50
+    assert outcome.steps > 10
