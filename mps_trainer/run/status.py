@@ -45,6 +45,11 @@ class Status:
         restarts: how often the supervisor started a new sidecar.
         experiences: received from operators; `trained` counts draws from the replay buffer.
         loss, first_loss, auc, first_auc: None before there is one.
+        replay_size: experiences in the replay buffer.
+        lost_oldest, lost_newest: experiences that never arrived, by the back-pressure policy that dropped them.
+        backlog, backlog_age_s: records sent and not yet taken, and how long ago the oldest unread one was sent.
+        memory_bytes: resident size of the process. gpu_memory_bytes: the most that its tensors have taken on the GPU;
+            None on the CPU. memory_cap_bytes: the reservation; on the CPU a wish (`memory`), None without one.
         ring_registered: whether the driver has page-locked the feed rings, so that batches reach the GPU by DMA;
             None on the CPU and before the first operator.
         set_aside: experiences that killed or hung a sidecar and are kept from its successors (`set_aside/`).
@@ -69,7 +74,13 @@ class Status:
     auc: float | None = None
     first_auc: float | None = None
     replay_size: int = 0
+    lost_oldest: int = 0
+    lost_newest: int = 0
+    backlog: int = 0
+    backlog_age_s: float = 0.0
     memory_bytes: int = 0
+    memory_cap_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
     ring_registered: bool | None = None
     set_aside: int = 0
     last_death: str = ""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,13 +37,13 @@ from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
 from mps_trainer.sidecar.noting import Note
 from mps_trainer.sidecar.pause import Pause
+from mps_trainer.sidecar.picture import Picture
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import Learning
 from mps_trainer.transport import Delivery, SidecarHub, decode_batch
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 0.25
-_STATUS_S = 2.0
 _MAX_JOURNAL_BYTES = 512 * 2**20
 #: For scores, records and steps at the end: well below the supervisor's grace, which has to hold a checkpoint too.
 _DRAIN_S = 10.0
@@ -75,15 +74,15 @@ class Sidecar:
         on_attach = self._ring.attach if self._ring is not None else None
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         self._dropped = Dropped(self._hub)
+        self._picture = Picture(status, self._run_dir, learning, self._hub, self._dropped)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._trainer.step
-        self._status_saved = 0.0
         self._behind = True
 
     def serve(self, ready: ReadyPipe) -> None:
         """Report READY, take over what a predecessor left, work until there is a reason to end, and end in order."""
         self._tell_of_resuming()
-        self._set_state(State.READY)
+        self._picture.set_state(State.READY)
         ready.ready()
         _log.info("ready: step %d, %d experiences", self._trainer.step, len(self._learner.replay))
         self._metrics.open_tensorboard()
@@ -101,7 +100,7 @@ class Sidecar:
             self._look_around()
         _log.info("ending: %s", self._ending.reason)
         self._drain()
-        self._set_state(State.STOPPED)
+        self._picture.set_state(State.STOPPED)
         self._hub.close(unlink=self._ending.is_of_the_run)
 
     def _must_stop(self) -> bool:
@@ -111,7 +110,7 @@ class Sidecar:
         """Until the pause or the run ends: launch nothing."""
         self._trainer.synchronize()
         self._status.error = self._pause.reason
-        self._set_state(State.PAUSED)
+        self._picture.set_state(State.PAUSED)
         self._report.paused(self._status.error)
         while self._pause.is_on and not self._ending.check():
             # Not the doorbell: it rings for records that are not taken now.
@@ -121,7 +120,7 @@ class Sidecar:
             self._look_around()
         self._status.error = ""
         self._report.paused("")
-        self._set_state(State.READY)
+        self._picture.set_state(State.READY)
 
     def close(self, *, unlink: bool = False) -> None:
         """Leave nothing in flight on the device and nothing open; without `unlink` channels stay for a successor."""
@@ -221,9 +220,9 @@ class Sidecar:
             begin = time.monotonic()
             loss = self._learner.train_step()
             self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
-        backlog = sum(producer.backlog for producer in self._hub.producers())
-        self._report.write(self._learner.close_batch(), backlog, self._dropped.counts())
-        self._save_status()
+            self._picture.refresh()
+        self._report.write(self._learner.close_batch(), self._picture.gauges())
+        self._picture.save()
         large = not self._behind and self._journal.nbytes > _MAX_JOURNAL_BYTES
         if large or self._trainer.step - self._saved_at_step >= self._settings.checkpoint_every:
             self._save()
@@ -236,8 +235,7 @@ class Sidecar:
         if self._pause.engine_is_starting:
             self._ending.engine_seen()
         self._dropped.reap()
-        if time.monotonic() - self._status_saved > _STATUS_S:
-            self._save_status()
+        self._picture.refresh()
 
     def _drain(self) -> None:
         deadline = time.monotonic() + _DRAIN_S
@@ -245,7 +243,7 @@ class Sidecar:
         def late() -> bool:
             return time.monotonic() >= deadline or self._pause.is_on
 
-        self._set_state(State.DRAINING)
+        self._picture.set_state(State.DRAINING)
         self._empty_rings(late)
         self._behind = True
         while self._behind and not late():
@@ -283,26 +281,7 @@ class Sidecar:
         self._learning.save()
         self._saved_at_step = self._trainer.step
 
-    def _set_state(self, state: State) -> None:
-        self._status.state = state
-        self._save_status()
-
-    def _save_status(self) -> None:
-        for name, value in dataclasses.asdict(self._learner.counters).items():
-            setattr(self._status, name, value)
-        self._status.version = self._trainer.step
-        self._status.set_aside = self._aside.count
-        self._status.replay_size = len(self._learner.replay)
-        self._status.memory_bytes = _resident_bytes()
-        self._status.ring_registered = self._ring.registered if self._ring is not None else None
-        self._status.save(self._run_dir)
-        self._status_saved = time.monotonic()
-
 
 def _name(delivery: Delivery) -> RecordName:
     header = delivery.header
     return RecordName(header.channel, header.seq, header.request_id, header.part, header.parts, header.sent_ns)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
