@@ -90,7 +90,11 @@ class Status:
     def save(self, run_dir: Path) -> None:
         """Write `status.json` by rename; OSError when the disk refuses."""
         self.updated = time.time()
-        write_private(run_dir / "status.json", json.dumps(asdict(self), indent=2))
+        write_private(run_dir / "status.json", json.dumps(self.to_json(), indent=2))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values of every field."""
+        return asdict(self)
 
     @classmethod
     def load(cls, run_dir: Path) -> Status:
