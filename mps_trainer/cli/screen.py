@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
         return ""
     size = min(width, len(values))
     edges = [i * len(values) // size for i in range(size + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
     top = len(_BARS) - 1
     return "".join(_BARS[round(top * (value - low) / span) if span > 0 else top // 2] for value in means)
@@ -156,10 +157,8 @@ def _backlog(status: Status) -> str:
 
 
 def _drops(status: Status, figures: Figures) -> str:
-    removed = (
-        "" if figures.seen is None else f"{figures.removed or 0:,} of {figures.seen:,} taken out by the operator; "
-    )
-    return f"{removed}{status.lost_oldest + status.lost_newest:,} lost: ring full"
+    removed = f"{figures.removed or 0:,} of {figures.seen:,} taken out by the operator, " if figures.seen else ""
+    return f"{removed}{status.lost_oldest + status.lost_newest:,} lost to a full ring"
 
 
 def _scores(status: Status, figures: Figures) -> str:

@@ -122,7 +122,7 @@ class AuxTrainer(ExperienceOperatorV1):
         return feeder.exchange(exps, want_scores=self._settings.use != "feed"), rewards_of(exps)
 
     def _tell(self, feeder: Feeder, exps: list[Experience], outcome: Outcome, rewards: Array) -> None:
-        """Complete the metrics, and append them to `operator.jsonl` in the run folder, with all that was dropped and why.
+        """Complete the metrics, and append them to `operator.jsonl` in the run folder, with what was dropped.
 
         A log that cannot be written (a full disk, an info that is no dict) is counted and changes nothing else.
         """
