@@ -22,6 +22,7 @@ from mps_trainer.launcher.machine import Machine, read_machine
 from mps_trainer.launcher.plan import Plan, make_plan
 from mps_trainer.launcher.probation import longest_s
 from mps_trainer.launcher.process import Ended, spawn, stop
+from mps_trainer.launcher.prometheus import check_prometheus
 from mps_trainer.launcher.reports import wait_until_ready
 from mps_trainer.launcher.run_locks import take_run_locks
 from mps_trainer.launcher.trinity_config import TrinityConfig, read_trinity_config
@@ -97,6 +98,7 @@ def prepare(path: Path, machine: Machine | None = None) -> Prepared:
     config = read_trinity_config(path)
     if not config.settings.enabled:
         return Prepared(config, config.settings, None)
+    check_prometheus(config.settings)
     plan = make_plan(config, machine or read_machine())
     return Prepared(config, plan.resolve(config.settings), plan)
 

@@ -31,7 +31,7 @@ class Figures:
         status: the sidecar's last word; None before its first.
         steps_per_s, experiences_per_s: over the last `RATE_S` seconds.
         losses, aucs: of the last batches, oldest first; the AUC before training on the batch.
-        seen, removed, late: experiences that the operator saw, took out (filter, on_late: drop), got no score for in time.
+        seen, removed, late: experiences that the operator saw, took out (filter, late), got no score for in time.
         score_wait_ms_p50, score_wait_ms_p99: of the last batches, from the request to the scores, as the operator saw.
         score_age_s: how long ago the model that gave the last scores had been trained last.
         members: engines on the sidecar's GPU.
