@@ -117,18 +117,25 @@ def doctor(
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="A run folder; `latest` is a link to the newest.", metavar="RUN_DIR")],
-    png: Annotated[Path | None, typer.Option(help="Where the picture goes; default: report.png in RUN_DIR.")] = None,
+    what: Annotated[
+        str, typer.Argument(help="A run folder or one above it, a config, or the id of a live run.", metavar="RUN")
+    ],
+    html: Annotated[Path | None, typer.Option(help="Where the page goes; default: report.html in the folder.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Where the picture goes; default: report.png in the folder.")] = None,
 ) -> None:
-    """Summarise a run from its files and draw it.
+    """Summarise a run and draw it, as one HTML page.
+
+    The page needs no network and no other file. Needs matplotlib: pip install 'mps-trainer[report]'
 
     Example: mps-trainer report ckpt/lab/run.mps-trainer/latest
     """
     # Only this command needs it, and it may bring matplotlib.
-    from mps_trainer.report import describe, plot, summarize
+    from mps_trainer.report import describe, plot, summarize, write_page
 
-    for label, text in describe(summarize(run_dir)):
+    run_dir = find_run_dir(what, show.progress)
+    found = summarize(run_dir)
+    for label, text in describe(found):
         show.line(f"{label:12} {text}")
-    picture = png or run_dir / "report.png"
-    plot(run_dir, picture)
-    show.line(f"{'picture':12} {picture}")
+    if found.batches:
+        show.line(f"{'picture':12} {plot(run_dir, png or run_dir / 'report.png')}")
+    show.line(f"{'page':12} {write_page(run_dir, html or run_dir / 'report.html')}")
