@@ -30,6 +30,10 @@ def status(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON; with --watch a line each.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Go on looking until the run ends, or Ctrl-C.")] = False,
+    every: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds between two looks; default: 1, and 5 where stdout is no terminal."),
+    ] = None,
 ) -> None:
     """Show live runs, or what a run folder says.
 
@@ -44,7 +48,7 @@ def status(
         views = select_runs(what)
         subjects = [Subject.of_run(view.record) for view in views]
     if watch and subjects:
-        Watch(subjects).run(as_json=as_json)
+        Watch(subjects, every).run(as_json=as_json)
     elif as_json:
         show.line(json.dumps(_as_json(views, subjects), indent=2))
     elif not subjects:

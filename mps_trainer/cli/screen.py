@@ -157,7 +157,7 @@ def _backlog(status: Status) -> str:
 
 
 def _drops(status: Status, figures: Figures) -> str:
-    removed = f"{figures.removed or 0:,} of {figures.seen:,} taken out by the operator, " if figures.seen else ""
+    removed = f"{figures.removed or 0:,} of {figures.seen:,} by the operator, " if figures.seen else ""
     return f"{removed}{status.lost_oldest + status.lost_newest:,} lost to a full ring"
 
 

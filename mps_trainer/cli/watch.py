@@ -21,11 +21,15 @@ LINE_EVERY_S = 5.0
 
 
 class Watch:
-    """Looks at some runs until the last of them has ended."""
+    """Looks at some runs until the last of them has ended.
 
-    def __init__(self, subjects: Sequence[Subject]) -> None:
+    Args:
+        every_s: between two looks; None for a second on a terminal and five for lines.
+    """
+
+    def __init__(self, subjects: Sequence[Subject], every_s: float | None = None) -> None:
+        self._every_s = every_s
         self._watched = [(subject, Watcher(subject.run_dir)) for subject in subjects]
-        self._alive: dict[str, bool] = {}
 
     def run(self, *, as_json: bool = False) -> None:
         """Until the runs end or somebody presses Ctrl-C, which ends the watching and nothing else."""
@@ -55,7 +59,7 @@ class Watch:
                 live.update(frame(found), refresh=True)
                 if not any(alive for *_, alive in found):
                     return
-                time.sleep(REFRESH_S)
+                time.sleep(self._every_s or REFRESH_S)
 
     def _lines(self, as_json: bool) -> None:
         while True:
@@ -70,7 +74,7 @@ class Watch:
                     return
             if not any(alive for *_, alive in found):
                 return
-            time.sleep(LINE_EVERY_S)
+            time.sleep(self._every_s or LINE_EVERY_S)
 
 
 def frame(found: Sequence[tuple[Subject, Figures, bool]]) -> RenderableType:

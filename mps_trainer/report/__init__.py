@@ -1,4 +1,4 @@
-"""What a run did: numbers (`summarize`), a page (`write_page`), a picture (`plot`), from the files in its run folder."""
+"""What a run did: numbers (`summarize`), a page (`write_page`), a picture (`plot`), from the files in its folder."""
 
 from mps_trainer.report.page import write_page
 from mps_trainer.report.plot import plot

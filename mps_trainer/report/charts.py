@@ -75,7 +75,7 @@ def _auc(data: Data) -> Chart:
         _line(axis, x, column(lines, "auc_window"), BLUE, "last 1,024 experiences", width=2, marker=False)
         axis.set_xlabel("batch")
         axis.set_ylim(min(0.4, *column(lines, "auc")), 1.02)
-        axis.legend(loc="lower right")
+        _legend_above(axis)
         _whole_numbers(axis)
     return Chart(title, caption, drawing.svg)
 
@@ -154,6 +154,8 @@ def _backlog(data: Data) -> Chart:
     if not lines:
         return Chart(title, caption, nothing="No batch was told of.")
     lost = [sum((line.get("dropped") or {}).values()) for line in lines]
+    if not any(lost) and not any(column(lines, "backlog")):
+        return Chart(title, caption, nothing="No record was waiting after any batch, and no experience was lost.")
     drawing = Drawing("backlog")
     with drawing as axis:
         x = column(lines, "batch")

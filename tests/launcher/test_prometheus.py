@@ -18,7 +18,7 @@ from mps_trainer.launcher.prometheus import check_prometheus, serving
 from mps_trainer.run import RunRecord, State, Status, run_paths, try_hold
 
 RUN_ID = "0123abcd"
-SAMPLE = re.compile(r'^(?P<name>[a-z_]+)\{(?P<labels>[^}]*)\} (?P<value>\S+)$')
+SAMPLE = re.compile(r"^(?P<name>[a-z_]+)\{(?P<labels>[^}]*)\} (?P<value>\S+)$")
 
 
 def free_port() -> int:
