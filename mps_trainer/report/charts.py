@@ -16,6 +16,7 @@ from mps_trainer.report.svg import BLUE, GREEN, GRID, INK, ORANGE, PURPLE, RED, 
 _MIB = 2**20
 _MOST_RULES = 4
 _MARKERS_UP_TO = 60
+_MOST_BARS = 60
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,18 @@ def _auc(data: Data) -> Chart:
 
 def _rewards(data: Data) -> Chart:
     title = "Rewards before and after the operator"
-    caption = "Mean of a batch; the band holds the middle half of the rewards as they came."
+    caption = "Mean of a batch."
     lines = [line for line in data.operator if line.get("rewards") and line.get("rewards_kept")]
     if not lines:
         return Chart(title, caption, nothing="No rewards were recorded.")
     x = _batch_numbers(data.operator, lines)
+    low, quarter, _, three, high = zip(*(line["rewards"] for line in lines), strict=True)
     drawing = Drawing("rewards")
     with drawing as axis:
-        axis.fill_between(
-            x, [line["rewards"][1] for line in lines], [line["rewards"][3] for line in lines],
-            color=SOFT, alpha=0.15, linewidth=0,
-        )  # fmt: skip
+        # Of rewards that are 0 or 1 the middle half is everything, and says nothing.
+        if (low, high) != (quarter, three):
+            caption += " The band holds the middle half of the rewards as they came."
+            axis.fill_between(x, quarter, three, color=SOFT, alpha=0.15, linewidth=0)
         _line(axis, x, column(lines, "reward_mean"), SOFT, "as they came")
         _line(axis, x, column(lines, "reward_mean_kept"), BLUE, "as they go on")
         axis.set_xlabel("batch")
@@ -134,17 +136,21 @@ def _drops(data: Data) -> Chart:
     if not total:
         return Chart(title, caption, nothing="None; the table below says why.")
     rules = [rule for rule, _ in total.most_common(_MOST_RULES)]
+    # Hundreds of bars are a smear: then a bar is the mean of some batches.
+    size = -(-len(counts) // _MOST_BARS)
+    groups = [counts[i : i + size] for i in range(0, len(counts), size)]
+    x = [1 + i * size + (len(group) - 1) / 2 for i, group in enumerate(groups)]
     drawing = Drawing("drops")
     with drawing as axis:
-        base = [0] * len(lines)
+        base = [0.0] * len(groups)
         for rule, colour in zip(rules, (RED, ORANGE, PURPLE, BLUE), strict=False):
-            heights = [count[rule] for count in counts]
-            axis.bar(range(1, len(lines) + 1), heights, bottom=base, color=colour, width=0.8, label=rule)
+            heights = [sum(count[rule] for count in group) / len(group) for group in groups]
+            axis.bar(x, heights, bottom=base, color=colour, width=0.8 * size, label=rule)
             base = [a + b for a, b in zip(base, heights, strict=True)]
         axis.set_xlabel("batch")
         _legend_above(axis)
-        _whole_numbers(axis, both=True)
-    return Chart(title, caption, drawing.svg)
+        _whole_numbers(axis, both=size == 1)
+    return Chart(title, caption if size == 1 else f"{caption} A bar is the mean of {size} batches.", drawing.svg)
 
 
 def _backlog(data: Data) -> Chart:
@@ -227,14 +233,14 @@ def _memory(data: Data) -> Chart:
             _line(axis, _minutes(data, on_gpu), _scaled(on_gpu, "gpu_memory_bytes"), GREEN, "tensors on the GPU (peak)")
             highest = max(highest, *_scaled(on_gpu, "gpu_memory_bytes"))
         if data.cap is not None:
-            axis.axhline(data.cap / _MIB, color=RED, linestyle="--", linewidth=1, label="`memory`")
+            axis.axhline(data.cap / _MIB, color=RED, linestyle="--", linewidth=1, label="memory (setting)")
             highest = max(highest, data.cap / _MIB)
         axis.set_xlabel("minutes since the first batch")
         axis.set_ylabel("MiB")
         axis.set_ylim(0, 1.15 * highest)
         if on_gpu or data.cap is not None:
             _legend_above(axis)
-    on_cpu = "" if on_gpu else " On the CPU `memory` is a wish, and nothing enforces it."
+    on_cpu = "" if on_gpu else " On the CPU the setting memory is a wish: nothing enforces it."
     return Chart(title, f"After each batch.{on_cpu}", drawing.svg)
 
 

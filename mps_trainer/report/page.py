@@ -15,7 +15,7 @@ from mps_trainer.config import Settings, format_size
 from mps_trainer.report.charts import Chart, Data, draw_charts
 from mps_trainer.report.history import History, read_history
 from mps_trainer.report.remarks import read_settings, remarks
-from mps_trainer.report.series import Line, batch_lines, operator_lines, read_object
+from mps_trainer.report.series import Line, batch_lines, is_number, operator_lines, read_object
 from mps_trainer.report.style import STYLE
 from mps_trainer.report.summary import RunReport, rule_of, summarize
 from mps_trainer.run import is_run_alive
@@ -152,8 +152,8 @@ def _dropped(report: RunReport, operator: list[Line]) -> str:
 
 
 def _score(drop: Line) -> float:
-    score = drop.get("score")
-    return float(score) if isinstance(score, (int, float)) else float("-inf")
+    score: Any = drop.get("score")
+    return float(score) if is_number(score) else float("-inf")
 
 
 def _example(drop: Line) -> str:
@@ -218,8 +218,8 @@ def _table(head: str, rows: Iterable[str]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _number(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, (int, float)) else "-"
+def _number(value: Any) -> str:
+    return f"{value:.3f}" if is_number(value) else "-"
 
 
 def _duration(seconds: float) -> str:

@@ -73,7 +73,8 @@ def remarks(report: RunReport, operator: list[Line], *, alive: bool) -> list[str
     if scored and late > _MOST_LATE * (late + scored):
         found.append(f"{late:,} experiences got their scores too late: raise score_timeout, or lower steps_per_batch.")
     if report.restarts:
-        found.append(f"The sidecar was restarted {report.restarts} times; before the last: {report.last_death}")
+        times = "once" if report.restarts == 1 else f"{report.restarts} times"
+        found.append(f"The sidecar was restarted {times}; before the last: {report.last_death or 'unknown'}")
     if report.set_aside:
         found.append(f"{report.set_aside:,} experiences ended a sidecar and were set aside; see set_aside/.")
     return found

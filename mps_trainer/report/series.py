@@ -93,12 +93,13 @@ def _is_count(value: Any) -> bool:
     return _is_whole(value) and value >= 0
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number that a float can hold."""
     return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_quantiles(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == _NUM_QUANTILES and all(map(_is_number, value))
+    return isinstance(value, list) and len(value) == _NUM_QUANTILES and all(map(is_number, value))
 
 
 def _is_counts(value: Any) -> bool:
@@ -118,13 +119,13 @@ _OPERATOR_NUMBERS = (
     "reward_mean_kept",
 )  # fmt: skip
 _OF_BATCH = {
-    **dict.fromkeys(_NUMBERS, _is_number),
+    **dict.fromkeys(_NUMBERS, is_number),
     **dict.fromkeys(("step", "batch"), _is_count),
     "scores": _is_quantiles,
     "dropped": _is_counts,
 }
 _OF_OPERATOR = {
-    **dict.fromkeys(_OPERATOR_NUMBERS, _is_number),
+    **dict.fromkeys(_OPERATOR_NUMBERS, is_number),
     **dict.fromkeys(("seen", "fed"), _is_count),
     **dict.fromkeys(("rewards", "rewards_kept"), _is_quantiles),
     "dropped": _is_drops,
