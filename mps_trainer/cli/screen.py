@@ -129,8 +129,6 @@ def _state(status: Status, alive: bool) -> str:
     if alive and status.pid:
         parts[0] += f" (process {status.pid})"
     parts.append(_count(status.restarts, "restart"))
-    if status.set_aside:
-        parts.append(f"{_count(status.set_aside, 'experience')} set aside")
     if alive and (silent := time.time() - status.updated) > _OLD_S:
         parts.append(f"last word {silent:.0f} s ago")
     return ", ".join(parts)

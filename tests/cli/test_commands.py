@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -197,9 +200,20 @@ def test_doctor_cleans_only_what_dead_runs_left(mps_trainer: Command, tmp_path: 
     assert not stale.exists()
 
 
+def watch(environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "mps_trainer", "status", "--watch", "--every", "0.1"]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def read_until(lines: IO[str], text: str) -> str:
+    """The next line with `text` in it; the time limit is that of the test."""
+    return next(line for line in lines if text in line)
+
+
 @pytest.mark.slow
 def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path, environment: dict[str, str]) -> None:
     door = {**environment, "MPS_TRAINER_VENV": sys.prefix}
+    stack = contextlib.ExitStack()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -220,6 +234,12 @@ def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path
         [run] = json.loads(mps_trainer("status", "--json").stdout)
         assert (run["status"]["state"], run["device"], run["mps"]) == ("ready", "cpu", "off")
         assert run["run_id"] in mps_trainer("status").stdout
+        watching = stack.enter_context(watch(environment))
+        assert watching.stdout is not None
+        read_until(watching.stdout, " ready ")
+        os.kill(run["status"]["pid"], signal.SIGKILL)
+        read_until(watching.stdout, " restarting ")
+        assert "restarts 1" in read_until(watching.stdout, " ready ")
         second = mps_trainer("up", config)
         assert second.returncode == 2
         assert f"mps-trainer down {run['run_id']}" in second.stderr
@@ -227,9 +247,12 @@ def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path
         stopped = subprocess.run(
             [ROOT / "scripts" / "stop_mps.sh", config], env=door, capture_output=True, text=True, timeout=120
         )
+    assert f"run {run['run_id']} has ended: stopped" in watching.communicate(timeout=30)[0]
+    assert watching.returncode == 0
+    stack.close()
     assert stopped.returncode == 0, stopped.stderr
     assert "ended when asked" in stopped.stdout
-    assert "state       stopped on cpu" in mps_trainer("status", run["run_dir"]).stdout
+    assert "state       stopped on cpu, 1 restart" in mps_trainer("status", run["run_dir"]).stdout
     assert not list(Path("/dev/shm").glob(f"*mpst.{run['run_id']}*"))
 
 
@@ -260,8 +283,7 @@ def test_status_says_when_batches_reach_the_gpu_slowly(
     monkeypatch.setattr(look, "select_runs", lambda _: [view])
     for registered, told in ((None, False), (True, False), (False, True)):
         status.ring_registered = registered
-        assert run(["status"]) == 0
-        assert ("ring_registered is False" in capsys.readouterr().out) is told
         status.save(tmp_path)
-        assert run(["status", str(tmp_path)]) == 0
-        assert ("ring_registered is False" in capsys.readouterr().out) is told
+        for arguments in (["status"], ["status", str(tmp_path)]):
+            assert run(arguments) == 0
+            assert ("ring_registered is False" in capsys.readouterr().out) is told
