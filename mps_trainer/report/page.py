@@ -12,7 +12,8 @@ from typing import Any
 
 import mps_trainer
 from mps_trainer.config import Settings, format_size
-from mps_trainer.report.charts import Chart, Data, draw_charts
+from mps_trainer.report.chart_parts import Chart, Data
+from mps_trainer.report.charts import draw_charts
 from mps_trainer.report.history import History, read_history
 from mps_trainer.report.remarks import read_settings, remarks
 from mps_trainer.report.series import Line, batch_lines, is_number, operator_lines, read_object
