@@ -123,12 +123,13 @@ def _drops(data: Data) -> Chart:
     size = -(-len(counts) // _MOST_BARS)
     groups = [counts[i : i + size] for i in range(0, len(counts), size)]
     x = [1 + i * size + (len(group) - 1) / 2 for i, group in enumerate(groups)]
+    widths = [0.8 * len(group) for group in groups]
     drawing = Drawing("drops")
     with drawing as axis:
         base = [0.0] * len(groups)
         for rule, colour in zip(rules, (RED, ORANGE, PURPLE, BLUE), strict=False):
             heights = [sum(count[rule] for count in group) / len(group) for group in groups]
-            axis.bar(x, heights, bottom=base, color=colour, width=0.8 * size, label=rule)
+            axis.bar(x, heights, bottom=base, color=colour, width=widths, label=rule)
             base = [a + b for a, b in zip(base, heights, strict=True)]
         axis.set_xlabel("batch")
         legend_above(axis)

@@ -17,6 +17,8 @@ STYLE = """
     --blue: #0072b2; --orange: #c67c00; --green: #008a65; --red: #c9490a; --purple: #8a4fa3;
   }
   main { max-width: none !important; padding: 0 !important; }
+  body { font-size: 12px; }
+  .charts { grid-template-columns: 1fr 1fr !important; }
   figure, tr, .tiles div { break-inside: avoid; }
   h2 { break-after: avoid; }
 }

@@ -1,7 +1,7 @@
 """The figures of a run at one moment, for those who watch it: `status`, `status --watch`, Prometheus.
 
 consumes   status.json, members.json, the ends of metrics.jsonl and operator.jsonl; nothing of the sidecar itself
-produces   `Figures`; a look costs under a millisecond
+produces   `Figures`; a look costs under a millisecond, the first one some tens
 """
 
 from __future__ import annotations
