@@ -9,70 +9,60 @@ from typing import Annotated, Any
 
 import typer
 
-from mps_trainer.cli import show
+from mps_trainer.cli import screen, show
+from mps_trainer.cli.find_run import find_run_dir
 from mps_trainer.cli.runs import ConfigArgument
+from mps_trainer.cli.screen import Subject
+from mps_trainer.cli.watch import Watch, as_object
 from mps_trainer.config import Settings, format_size
 from mps_trainer.launcher.doctor import Level, run_checks
 from mps_trainer.launcher.leftovers import remove_leftovers
-from mps_trainer.launcher.runs import list_runs, select_runs
+from mps_trainer.launcher.runs import RunView, select_runs
 from mps_trainer.launcher.up import prepare
-from mps_trainer.run import State, Status, is_run_alive
 
 _SIZES = ("memory", "ring_slot")
 
 
 def status(
     what: Annotated[
-        str | None, typer.Argument(help="A run id, a config or a run folder.", metavar="[RUN|CONFIG|FOLDER]")
+        str | None,
+        typer.Argument(help="A run id, a config or a run folder; live runs without it.", metavar="[RUN|CONFIG|FOLDER]"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON; with --watch a line each.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on looking until the run ends, or Ctrl-C.")] = False,
+    every: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds between two looks; default: 1, and 5 where stdout is no terminal."),
+    ] = None,
 ) -> None:
     """Show live runs, or what a run folder says.
 
-    Example: mps-trainer status
+    docs/watching.md says what each figure means.
+
+    Example: mps-trainer status --watch
     """
     if what is not None and Path(what).is_dir():
-        _print_status(Status.load(Path(what)))
-        return
-    views = select_runs(what) if what is not None else list_runs()
-    if as_json:
-        known = [{**asdict(view.record), "status": asdict(view.status) if view.status else None} for view in views]
-        show.line(json.dumps(known, indent=2))
-    elif not views:
+        views: list[RunView] = []
+        subjects = [Subject.of_folder(find_run_dir(what, show.progress))]
+    else:
+        views = select_runs(what)
+        subjects = [Subject.of_run(view.record) for view in views]
+    if watch and subjects:
+        Watch(subjects, every).run(as_json=as_json)
+    elif as_json:
+        show.line(json.dumps(_as_json(views, subjects), indent=2))
+    elif not subjects:
         show.line("no live run")
     else:
-        show.run_table(views)
-        for view in views:
-            if view.status:
-                _print_trouble(view.record.run_id, view.record.run_dir, view.status)
+        for i, (subject, figures, alive) in enumerate(Watch(subjects).look()):
+            if i:
+                show.line()
+            show.rows(screen.rows(subject, figures, alive=alive))
 
 
-def _print_trouble(run_id: str, run_dir: str, found: Status) -> None:
-    if found.error:
-        show.line(f"run {run_id}: {found.error}", style="yellow")
-    if found.trouble:
-        show.line(f"run {run_id}: {found.trouble}", style="yellow")
-    if found.ring_registered is False:
-        slow = "ring_registered is False, so batches reach the GPU slowly; sidecar.log says what to raise"
-        show.line(f"run {run_id}: {slow}", style="yellow")
-    if found.state is State.WAITING:
-        show.line(f"run {run_id}: waiting for the first rollout engine, imports done")
-    if found.last_death and found.last_death not in found.error:
-        show.line(f"run {run_id}: before its last restart: {found.last_death}", style="yellow")
-    if found.set_aside:
-        show.line(f"run {run_id}: {found.set_aside} experiences are set aside in {run_dir}/set_aside", style="yellow")
-    if found.damaged_records:
-        damaged = f"{found.damaged_records} damaged stretches of the journal were skipped and are kept"
-        show.line(f"run {run_id}: {damaged} in {run_dir}/journal", style="yellow")
-
-
-def _print_status(found: Status) -> None:
-    state = found.state.value
-    # A killed run has said nothing of its end; these two states say it.
-    if found.state not in (State.STOPPED, State.FAILED) and not is_run_alive(found.run_id):
-        state += " (not running)"
-    for key, value in asdict(found).items():
-        show.line(f"{key}: {state if key == 'state' else value}")
+def _as_json(views: list[RunView], subjects: list[Subject]) -> list[dict[str, Any]]:
+    records = {view.record.run_id: asdict(view.record) for view in views}
+    return [{**records.get(found[0].run_id, {}), **as_object(*found)} for found in Watch(subjects).look()]
 
 
 def plan(config: ConfigArgument) -> None:
@@ -131,18 +121,25 @@ def doctor(
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="A run folder; `latest` is a link to the newest.", metavar="RUN_DIR")],
-    png: Annotated[Path | None, typer.Option(help="Where the picture goes; default: report.png in RUN_DIR.")] = None,
+    what: Annotated[
+        str, typer.Argument(help="A run folder or one above it, a config, or the id of a live run.", metavar="RUN")
+    ],
+    html: Annotated[Path | None, typer.Option(help="Where the page goes; default: report.html in the folder.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Where the picture goes; default: report.png in the folder.")] = None,
 ) -> None:
-    """Summarise a run from its files and draw it.
+    """Summarise a run and draw it, as one HTML page.
+
+    The page needs no network and no other file. Needs matplotlib: pip install 'mps-trainer[report]'
 
     Example: mps-trainer report ckpt/lab/run.mps-trainer/latest
     """
     # Only this command needs it, and it may bring matplotlib.
-    from mps_trainer.report import describe, plot, summarize
+    from mps_trainer.report import describe, plot, summarize, write_page
 
-    for label, text in describe(summarize(run_dir)):
+    run_dir = find_run_dir(what, show.progress)
+    found = summarize(run_dir)
+    for label, text in describe(found):
         show.line(f"{label:12} {text}")
-    picture = png or run_dir / "report.png"
-    plot(run_dir, picture)
-    show.line(f"{'picture':12} {picture}")
+    if found.batches:
+        show.line(f"{'picture':12} {plot(run_dir, png or run_dir / 'report.png')}")
+    show.line(f"{'page':12} {write_page(run_dir, html or run_dir / 'report.html')}")

@@ -18,9 +18,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from mps_trainer.cli.screen import LABEL_WIDTH, Row
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.launcher.doctor import Check, Level
-from mps_trainer.launcher.runs import RunView
 
 _LEVEL_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
 
@@ -111,29 +111,39 @@ def checks(found: Iterable[Check]) -> None:
             line(f"{'':8}  What to do: {check.todo}")
 
 
-def run_table(views: Iterable[RunView]) -> None:
-    """Live runs, one a row."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", "state", "device", "mps", "version", "experiences", "loss", "auc", "restarts", "config"):
-        table.add_column(title, overflow="fold")
-    for view in views:
-        status = view.status
-        numbers = (
-            ("-",) * 5
-            if status is None
-            else (
-                str(status.version),
-                str(status.experiences),
-                _number(status.loss),
-                _number(status.auc),
-                str(status.restarts),
-            )
-        )
-        state = status.state.value if status else "starting"
-        row = (view.record.run_id, state, view.record.device, view.record.mps, *numbers, view.record.config)
-        table.add_row(*(Text(cell) for cell in row))
-    _print(table)
+def console() -> Console:
+    """Of what is stdout now: tests replace it."""
+    return _Console(file=sys.stdout, highlight=False)
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def is_live_terminal() -> bool:
+    """Whether stdout can show a screen that changes."""
+    found = console()
+    return found.is_terminal and not found.is_dumb_terminal
+
+
+def grid(found: Iterable[Row]) -> Table:
+    """Labels and texts in two columns; a long text goes on below itself."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=LABEL_WIDTH, no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text, style in found:
+        table.add_row(Text(label, style="dim"), Text(_printable(text), style=style))
+    return table
+
+
+def rows(found: Iterable[Row]) -> None:
+    """The same printed: wrapped on a terminal; elsewhere one line each, however long."""
+    if not sys.stdout.isatty():
+        for label, text, _ in found:
+            line(_printable(f"{label:{LABEL_WIDTH}}  {text}".rstrip()))
+        return
+    try:
+        console().print(grid(found))
+    except OSError:
+        give_up(sys.stdout)
+
+
+def _printable(text: str) -> str:
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)

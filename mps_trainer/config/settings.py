@@ -172,6 +172,9 @@ class Settings(Section):
     record_max: int = Field(2000, ge=1, description="recording ends with so many experiences in the file, or at 1 GiB")
     record_only: bool = Field(False, description="set by `mps-trainer record` in its derived config; not by you")
 
+    prometheus_port: int | None = Field(
+        None, ge=0, le=65535, description="serve metrics for Prometheus at this port of 127.0.0.1; none or 0: off"
+    )
     run_dir: str | None = Field(
         None, description="where checkpoints, metrics and logs go; default: beside the checkpoints of Trinity"
     )

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from mps_trainer.errors import MpsTrainerError, PlacementError
 from mps_trainer.launcher.engine_shares import EngineShares
@@ -54,6 +55,7 @@ class GpuShare:
         memory: bytes of the sidecar's pool; None for the default.
         join: "plugin", or "env": no engine asks, and none is answered.
         insist: the user wrote `mps: on`: a stranger on the GPU ends the run instead of pausing it.
+        run_dir: where it says which engines are proven; None for nowhere.
         look, processes: read the machine, and who is on a GPU; the tests give recorded values.
     """
 
@@ -65,6 +67,7 @@ class GpuShare:
         *,
         join: str = "plugin",
         insist: bool = False,
+        run_dir: Path | None = None,
         binary: str = CONTROL_BINARY,
         processes: Callable[[str], Sequence[GpuProcess]] = read_processes,
         look: Callable[[], Surroundings] = read_surroundings,
@@ -91,7 +94,7 @@ class GpuShare:
         self._gone = ""
         self._faults = GpuFaults(self.daemon)
         self._summoned: tuple[int, float] | None = None
-        self._membership = Membership(self.daemon)
+        self._membership = Membership(self.daemon, run_dir)
         self._server = ServerWatch(self.daemon)
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
@@ -101,7 +104,8 @@ class GpuShare:
         """The share that a run file asks for."""
         settings = record.settings
         join, insist = str(settings["join"]), record.mps_wish == "on"
-        return cls(record.run_id, record.device, settings.get("memory"), join=join, insist=insist)
+        run_dir = Path(record.run_dir)
+        return cls(record.run_id, record.device, settings.get("memory"), join=join, insist=insist, run_dir=run_dir)
 
     def start(self) -> None:
         """Check, start the daemon, place the sidecar if its GPU is known, and listen to engines.

@@ -30,19 +30,27 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """Read this machine; a container's own memory limit counts as the machine's."""
-    memory = psutil.virtual_memory()
-    limit, used = _cgroup_memory()
+    """Read this machine."""
+    total, free = read_memory()
     shm = os.statvfs(SHM)
     gpu = read_gpus()
     return Machine(
-        memory_total=min(memory.total, limit) if limit else memory.total,
-        memory_free=min(memory.available, max(limit - used, 0)) if limit else memory.available,
+        memory_total=total,
+        memory_free=free,
         shm_total=shm.f_frsize * shm.f_blocks,
         shm_free=shm.f_frsize * shm.f_bavail,
         gpu=gpu,
         mps_problems=_mps_problems() if gpu.gpus else (),
     )
+
+
+def read_memory() -> tuple[int, int]:
+    """Bytes of memory that there are, and that are free; a container's own limit counts."""
+    memory = psutil.virtual_memory()
+    limit, used = _cgroup_memory()
+    if not limit:
+        return memory.total, memory.available
+    return min(memory.total, limit), min(memory.available, max(limit - used, 0))
 
 
 def _mps_problems() -> tuple[tuple[str, str], ...]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from mps_trainer.errors import PlacementError
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.summons import EngineRecord
+from mps_trainer.run.members import Member, save_members
 from mps_trainer.run.process import is_descendant
 
 log = logging.getLogger("mps_trainer.supervisor")
@@ -23,11 +25,14 @@ class Membership:
 
     Args:
         daemon: of the run.
+        run_dir: where `members.json` goes; None for nowhere.
         every_s: pause after a question that the daemon has not answered.
     """
 
-    def __init__(self, daemon: MpsDaemon, every_s: float = _EVERY_S) -> None:
+    def __init__(self, daemon: MpsDaemon, run_dir: Path | None = None, *, every_s: float = _EVERY_S) -> None:
         self._daemon = daemon
+        self._run_dir = run_dir
+        self._members: list[Member] = []
         self._every_s = every_s
         self._judged: set[int] = set()
         self._unanswered = 0
@@ -47,7 +52,7 @@ class Membership:
         self._unanswered = 0
         for engine in new:
             pid = engine.request.pid
-            self._judged.add(pid)
+            self._note(engine, proven=pid not in unproven)
             if pid in unproven:
                 log.warning(
                     "engine %s (pid %d) is up, but none of its processes is an MPS client", engine.request.actor, pid
@@ -65,11 +70,22 @@ class Membership:
             return
         self._unanswered = 0
         for engine in new:
-            self._judged.add(engine.request.pid)
+            self._note(engine, proven=None)
             log.warning(
                 "engine %s (pid %d) is up and not proven to be an MPS client: the daemon did not answer %d times",
                 engine.request.actor, engine.request.pid, _TRIES,
             )  # fmt: skip
+
+    def _note(self, engine: EngineRecord, proven: bool | None) -> None:
+        self._judged.add(engine.request.pid)
+        self._members.append(Member(engine.request.actor, engine.request.pid, proven, engine.utilization))
+        if self._run_dir is None:
+            return
+        try:
+            save_members(self._run_dir, self._members)
+        except OSError as error:
+            # A full disk is no reason to leave a sidecar and a daemon without their supervisor.
+            log.error("members.json does not name engine %d: %s", engine.request.pid, error)
 
     def unproven(self, engines: Sequence[EngineRecord]) -> list[EngineRecord]:
         """Engines that say they are up and of which no process is a client: their membership is not claimed."""

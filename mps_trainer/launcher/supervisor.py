@@ -37,6 +37,7 @@ from mps_trainer.launcher.last_words import last_words
 from mps_trainer.launcher.leftovers import remove_run
 from mps_trainer.launcher.probation import Refusal, hold_probation
 from mps_trainer.launcher.process import Ended, describe_exit, held_by_driver
+from mps_trainer.launcher.prometheus import serving
 from mps_trainer.launcher.reports import Reporter
 from mps_trainer.launcher.restarts import RestartBudget
 from mps_trainer.launcher.run_locks import hold_run_locks
@@ -289,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         supervisor = Supervisor(
             record, options.run_file, reporter, command=options.sidecar_command, grace_s=options.grace, share=share
         )
-        return supervisor.run()
+        with serving(record, paths, reporter.progress):
+            return supervisor.run()
     except Exception as error:  # noqa: BLE001  # a process's top level
         return last_words(error, reporter, supervisor.give_up if supervisor else None)
     finally:

@@ -19,9 +19,11 @@ from mps_trainer.errors import ConfigError, RunError
 from mps_trainer.launcher.derived_config import DerivedConfig, check_is_ours, derive
 from mps_trainer.launcher.leftovers import remove_leftovers, remove_run
 from mps_trainer.launcher.machine import Machine, read_machine
+from mps_trainer.launcher.machine_facts import machine_facts
 from mps_trainer.launcher.plan import Plan, make_plan
 from mps_trainer.launcher.probation import longest_s
 from mps_trainer.launcher.process import Ended, spawn, stop
+from mps_trainer.launcher.prometheus import check_prometheus
 from mps_trainer.launcher.reports import wait_until_ready
 from mps_trainer.launcher.run_locks import take_run_locks
 from mps_trainer.launcher.trinity_config import TrinityConfig, read_trinity_config
@@ -97,6 +99,7 @@ def prepare(path: Path, machine: Machine | None = None) -> Prepared:
     config = read_trinity_config(path)
     if not config.settings.enabled:
         return Prepared(config, config.settings, None)
+    check_prometheus(config.settings)
     plan = make_plan(config, machine or read_machine())
     return Prepared(config, plan.resolve(config.settings), plan)
 
@@ -189,6 +192,7 @@ def _write_run(prepared: Prepared, record: RunRecord, paths: RunPaths, derived: 
         latest.symlink_to(run_dir.name)
         latest.replace(run_dir.with_name("latest"))
         write_private(run_dir / "settings.json", json.dumps(prepared.settings.dump(), indent=2) + "\n")
+        write_private(run_dir / "machine.json", json.dumps(machine_facts(), indent=2) + "\n")
         record.save(paths.run_file)
         write_private(run_dir / derived.path.name, derived.text)
         # Last, since it lies beside the user's YAML: what fails before leaves nothing there.

@@ -23,11 +23,13 @@ from trinity.buffer.operators import ExperienceOperatorV1
 from trinity.common.experience import Experience
 from trinity.utils.log import get_logger
 
+from mps_trainer.columns import Array
 from mps_trainer.config import load_settings
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.operator.feeder import LOOK_IDLE_S, Exchange, Feeder
 from mps_trainer.operator.policy import Metrics, Outcome, ScorePolicy
 from mps_trainer.operator.recording import Recorder
+from mps_trainer.operator.rewards import RewardChange, rewards_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class AuxTrainer(ExperienceOperatorV1):
             metrics = {"enabled": int(self._feeds), "errors_total": self._num_errors, **recorded}
             return exps, {f"aux_trainer/{key}": value for key, value in metrics.items()}
         try:
-            exchange = await self._in_thread(self._exchange, self._feeder, exps)
+            exchange, rewards = await self._in_thread(self._exchange, self._feeder, exps)
             outcome = self._policy.apply(exps, exchange)
             kept, metrics = outcome.kept, outcome.metrics
         except Exception as error:  # the rollout comes first: no fault of ours may lose a batch
@@ -95,7 +97,7 @@ class AuxTrainer(ExperienceOperatorV1):
             logger.warning("mps_trainer: a batch passes on unused: %s", error, exc_info=self._num_errors == 1)
             kept, metrics = exps, {}
         else:
-            await self._in_thread(self._write_log, self._feeder, exps, outcome)
+            await self._in_thread(self._tell, self._feeder, exps, outcome, rewards)
         metrics |= {
             "enabled": 1,
             "seen": len(exps),
@@ -129,19 +131,22 @@ class AuxTrainer(ExperienceOperatorV1):
                 # The next batch meets it too, and says so.
                 logger.debug("mps_trainer: %s", error)
 
-    def _exchange(self, feeder: Feeder, exps: list[Experience]) -> Exchange:
+    def _exchange(self, feeder: Feeder, exps: list[Experience]) -> tuple[Exchange, Array]:
+        """The scores, and the rewards as they came, which `use: reward` changes in place."""
         self._num_batches += 1
-        return feeder.exchange(exps, want_scores=self._settings.use != "feed")
+        return feeder.exchange(exps, want_scores=self._settings.use != "feed"), rewards_of(exps)
 
-    def _write_log(self, feeder: Feeder, exps: list[Experience], outcome: Outcome) -> None:
-        """Append what happened to `operator.jsonl` in the run folder, with every dropped experience and why.
+    def _tell(self, feeder: Feeder, exps: list[Experience], outcome: Outcome, rewards: Array) -> None:
+        """Complete the metrics, and append them to `operator.jsonl` in the run folder, with what was dropped.
 
         A log that cannot be written (a full disk, an info that is no dict) is counted and changes nothing else.
         """
+        change = RewardChange.between(rewards, rewards_of(outcome.kept))
+        outcome.metrics.update(change.metrics)
         if feeder.run_dir is None:
             return
         try:
-            line = self._log_line(exps, outcome)
+            line = self._log_line(exps, outcome) | change.quantiles
             with (feeder.run_dir / "operator.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except Exception as error:  # noqa: BLE001  # the rollout comes first: a log is no reason to lose a batch

@@ -23,6 +23,7 @@ from mps_trainer.config import Settings
 from mps_trainer.errors import MpsTrainerError, PlacementError, RunError, TaskError, TransportError
 from mps_trainer.operator.extract import ExperienceLike, Extracted, Extractor
 from mps_trainer.operator.own_scores import OwnScores
+from mps_trainer.operator.sidecar_figures import figures_of
 from mps_trainer.run import RunPaths, RunRecord, State, Status, boot_id, find_by_namespace, host_name, is_held
 from mps_trainer.tasks import load_task, wire_columns
 from mps_trainer.transport import OperatorChannel, RingSettings, names
@@ -270,11 +271,7 @@ class Feeder:
     def _tell_status(self, out: Exchange) -> None:
         if self._status is None:
             return
-        out.metrics |= {
-            "sidecar_restarts": self._status.restarts,
-            "sidecar_failed": int(self._failed()),
-            "sidecar_paused": int(self._status.state is State.PAUSED),
-        }
+        out.metrics |= figures_of(self._status)
         if self._failed() and self._settings.on_error == "raise":
             raise TaskError(f"the sidecar has failed: {self._status.error}", f"see sidecar.log in {self.run_dir}")
 

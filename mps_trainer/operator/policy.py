@@ -45,10 +45,19 @@ class ScorePolicy:
         self._staleness = Staleness(settings.max_staleness)
         self._num_batches = 0
         self._num_late = 0
+        self._num_seen = 0
+        self._num_removed = 0
         self._version = -1
 
     def apply(self, experiences: list[Any], exchange: Exchange) -> Outcome:
         """Filter the batch or correct its rewards in place; without scores that count it goes on as it came."""
+        outcome = self._use(experiences, exchange)
+        self._num_seen += len(experiences)
+        self._num_removed += len(outcome.dropped)
+        outcome.metrics.update(seen_total=self._num_seen, removed_total=self._num_removed)
+        return outcome
+
+    def _use(self, experiences: list[Any], exchange: Exchange) -> Outcome:
         self._num_batches += 1
         self._num_late += int(exchange.late.sum())
         metrics: Metrics = {"fed": 0, "sidecar_up": 0, **exchange.metrics}

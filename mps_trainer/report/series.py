@@ -32,11 +32,20 @@ def read_lines(path: Path) -> list[Line]:
     return [line for line in map(_parse, texts) if isinstance(line, dict)]
 
 
+def read_object(path: Path) -> Line:
+    """The JSON object in a file; {} when it is none, or cannot be read."""
+    try:
+        found = _parse(path.read_text(errors="replace"))
+    except OSError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def batch_lines(run_dir: Path) -> list[Line]:
     """The batches of metrics.jsonl in order, each once: those that a successor told again replace the first telling.
 
-    What a line has of these is of this type: loss, auc and auc_window finite numbers, scores a list of five, dropped
-    an object of whole numbers. Each line has a batch.
+    What a line has of these is of this type: scores a list of five, dropped an object of whole numbers, and finite
+    numbers under the other names of `_NUMBERS`. Each line has a batch.
     """
     batches: list[Line] = []
     for line in (_keep(line, _OF_BATCH) for line in read_lines(run_dir / "metrics.jsonl")):
@@ -52,7 +61,8 @@ def batch_lines(run_dir: Path) -> list[Line]:
 def operator_lines(run_dir: Path) -> list[Line]:
     """What the operators wrote, in order of time.
 
-    What a line has of these is of this type: seen and fed whole numbers, dropped a list of objects.
+    What a line has of these is of this type: seen and fed whole numbers, dropped a list of objects, rewards and
+    rewards_kept lists of five, and finite numbers under the other names of `_OPERATOR_NUMBERS`.
     """
     lines = [_keep(line, _OF_OPERATOR) for line in read_lines(run_dir / "operator.jsonl")]
     return sorted(lines, key=lambda line: float(line.get("t", 0)))
@@ -83,12 +93,13 @@ def _is_count(value: Any) -> bool:
     return _is_whole(value) and value >= 0
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number that a float can hold."""
     return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_quantiles(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == _NUM_QUANTILES and all(map(_is_number, value))
+    return isinstance(value, list) and len(value) == _NUM_QUANTILES and all(map(is_number, value))
 
 
 def _is_counts(value: Any) -> bool:
@@ -99,10 +110,23 @@ def _is_drops(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(drop, dict) for drop in value)
 
 
+_NUMBERS = (
+    "t", "loss", "auc", "auc_window", "backlog", "backlog_age_s", "memory_bytes", "gpu_memory_bytes", "score_ms",
+    "step_ms", "learning_rate",
+)  # fmt: skip
+_OPERATOR_NUMBERS = (
+    "t", "score_wait_ms", "score_age_s", "late", "scored", "score_too_early", "filter_limit", "reward_mean",
+    "reward_mean_kept",
+)  # fmt: skip
 _OF_BATCH = {
-    **dict.fromkeys(("t", "loss", "auc", "auc_window"), _is_number),
+    **dict.fromkeys(_NUMBERS, is_number),
     **dict.fromkeys(("step", "batch"), _is_count),
     "scores": _is_quantiles,
     "dropped": _is_counts,
 }
-_OF_OPERATOR = {"t": _is_number, "seen": _is_count, "fed": _is_count, "dropped": _is_drops}
+_OF_OPERATOR = {
+    **dict.fromkeys(_OPERATOR_NUMBERS, is_number),
+    **dict.fromkeys(("seen", "fed"), _is_count),
+    **dict.fromkeys(("rewards", "rewards_kept"), _is_quantiles),
+    "dropped": _is_drops,
+}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.errors import RunError
+from mps_trainer.report.remarks import read_settings, why_nothing_was_dropped
 from mps_trainer.report.series import Line, batch_lines, operator_lines
 from mps_trainer.run import Status
 
@@ -24,6 +25,7 @@ class RunReport:
         steps, trained: training steps, and experiences drawn for them.
         scored: experiences that were given a score.
         dropped, drop_reasons: experiences that `use: filter` removed, and how many for each rule.
+        why_none: why nothing was dropped, a half sentence; "" when something was, or nobody knows.
         lost: experiences that never reached the sidecar, by the back-pressure policy that dropped them.
         first_loss, last_loss: the mean loss of the first and of the last batch that was trained on.
         first_auc, last_auc: of the first batch, and over the last 1,024 experiences or so; before training on them.
@@ -50,6 +52,7 @@ class RunReport:
     scored: int
     dropped: int
     drop_reasons: dict[str, int]
+    why_none: str
     lost: dict[str, int]
     first_loss: float | None
     last_loss: float | None
@@ -88,7 +91,8 @@ def summarize(run_dir: Path) -> RunReport:
         trained=status.trained,
         scored=status.scored,
         dropped=len(drops),
-        drop_reasons=dict(Counter(_rule(str(drop.get("why", ""))) for drop in drops)),
+        drop_reasons=dict(Counter(rule_of(str(drop.get("why", ""))) for drop in drops)),
+        why_none="" if drops else why_nothing_was_dropped(read_settings(run_dir), operator, status.version),
         lost=dict(batches[-1].get("dropped") or {}) if batches else {},
         first_loss=losses[0] if losses else status.first_loss,
         last_loss=losses[-1] if losses else status.loss,
@@ -109,8 +113,8 @@ def _total(lines: list[Line], name: str) -> int | None:
     return sum(values) if values else None
 
 
-def _rule(why: str) -> str:
-    # "quantile 0.1: score >= 0.8312": the limit differs from batch to batch, the rule does not.
+def rule_of(why: str) -> str:
+    """What stands for a reason among others: "quantile 0.1" of "quantile 0.1: among the highest"."""
     return re.split(r":\s", why)[0] or "no reason given"
 
 

@@ -61,7 +61,7 @@ def _thin_out(values: Sequence[float]) -> list[float]:
 
 def _filter(report: RunReport) -> str:
     if not report.dropped:
-        return "dropped nothing"
+        return f"dropped nothing: {report.why_none}" if report.why_none else "dropped nothing"
     rules = ", ".join(f"{rule}: {count:,}" for rule, count in report.drop_reasons.items())
     of = "" if report.seen is None else f" of {report.seen:,}, {report.kept or 0:,} passed on"
     return f"dropped {report.dropped:,}{of} ({rules})"

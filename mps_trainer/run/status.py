@@ -49,6 +49,11 @@ class Status:
             written; None before the first score.
         score_latency_ms_p50, score_latency_ms_p99: of the last replies, from the operator's send to the reply; None
             where the operator scores by itself.
+        replay_size: experiences in the replay buffer.
+        lost_oldest, lost_newest: experiences that never arrived, by the back-pressure policy that dropped them.
+        backlog, backlog_age_s: records sent and not yet taken, and how long ago the oldest unread one was sent.
+        memory_bytes: resident size of the process. gpu_memory_bytes: the most that its tensors have taken on the GPU;
+            None on the CPU. memory_cap_bytes: the reservation; on the CPU a wish (`memory`), None without one.
         ring_registered: whether the driver has page-locked the feed rings, so that batches reach the GPU by DMA;
             None on the CPU and before the first operator.
         set_aside: experiences that killed or hung a sidecar and are kept from its successors (`set_aside/`).
@@ -78,7 +83,13 @@ class Status:
     score_latency_ms_p50: float | None = None
     score_latency_ms_p99: float | None = None
     replay_size: int = 0
+    lost_oldest: int = 0
+    lost_newest: int = 0
+    backlog: int = 0
+    backlog_age_s: float = 0.0
     memory_bytes: int = 0
+    memory_cap_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
     ring_registered: bool | None = None
     set_aside: int = 0
     damaged_records: int = 0
@@ -90,7 +101,11 @@ class Status:
     def save(self, run_dir: Path) -> None:
         """Write `status.json` by rename; OSError when the disk refuses."""
         self.updated = time.time()
-        write_private(run_dir / "status.json", json.dumps(asdict(self), indent=2))
+        write_private(run_dir / "status.json", json.dumps(self.to_json(), indent=2))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values of every field."""
+        return asdict(self)
 
     @classmethod
     def load(cls, run_dir: Path) -> Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from mps_trainer.columns import Array
 from mps_trainer.sidecar.learner import Learner
@@ -37,13 +38,12 @@ class BatchReport:
         values = {"step": self._learner.trainer.step, "paused": int(bool(reason)), "reason": reason}
         self._metrics.write("pause", values)
 
-    def write(self, auc: float | None, backlog: int, dropped: Mapping[str, int]) -> None:
+    def write(self, auc: float | None, gauges: Mapping[str, Any]) -> None:
         """End the batch with its line.
 
         Args:
             auc: on this batch, before its steps.
-            backlog: records that wait in the rings.
-            dropped: experiences that never arrived, by policy, over the run so far.
+            gauges: as `Picture.gauges`, after its steps.
         """
         counters, losses = self._learner.counters, self._losses
         self._metrics.write(
@@ -64,8 +64,7 @@ class BatchReport:
                 "score_age_s": _highest(age_s for _, age_s in self._waits),
                 "step_ms": round(self._train_ms / len(losses), 3) if losses else None,
                 "scores": quantiles(self._scores),
-                "backlog": backlog,
-                "dropped": dict(dropped),
+                **gauges,
             },
         )
         self._forget()

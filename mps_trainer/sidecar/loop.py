@@ -41,6 +41,7 @@ from mps_trainer.sidecar.metrics import MetricsLog
 from mps_trainer.sidecar.noting import Note
 from mps_trainer.sidecar.own_files import OwnFiles
 from mps_trainer.sidecar.pause import Pause
+from mps_trainer.sidecar.picture import Picture
 from mps_trainer.sidecar.publishing import snapshots_for
 from mps_trainer.sidecar.ready import ReadyPipe
 from mps_trainer.sidecar.startup import Learning
@@ -49,7 +50,6 @@ from mps_trainer.transport import Delivery, SidecarHub, decode_batch
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 0.25
-_STATUS_S = 2.0
 _MAX_JOURNAL_BYTES = 512 * 2**20
 #: For scores, records and steps at the end: well below the supervisor's grace, which has to hold a checkpoint too.
 _DRAIN_S = 10.0
@@ -78,11 +78,12 @@ class Sidecar:
         self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
         self._trainer.on_part = self._note.beat
         self._aside = learning.aside
-        self._steps = Steps(self._learner, self._aside, self._report)
         self._ring = learning.ring
         on_attach = self._ring.attach if self._ring is not None else None
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         self._dropped = Dropped(self._hub)
+        self._picture = Picture(own, learning, self._hub, self._dropped, self._answering)
+        self._steps = Steps(self._learner, self._aside, self._report, after=self._picture.refresh)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._tried_at_step = self._trainer.step
         self._behind = True
@@ -91,7 +92,7 @@ class Sidecar:
         """Report READY, take over what a predecessor left, work until there is a reason to end, and end in order."""
         self._tell_of_resuming()
         self._snapshots.publish()
-        self._set_state(State.READY)
+        self._picture.set_state(State.READY)
         ready.ready()
         _log.info("ready: step %d, %d experiences", self._trainer.step, len(self._learner.replay))
         self._metrics.open_tensorboard()
@@ -110,7 +111,7 @@ class Sidecar:
             self._look_around()
         _log.info("ending: %s", self._ending.reason)
         self._drain()
-        self._set_state(State.STOPPED)
+        self._picture.set_state(State.STOPPED)
         self._snapshots.close()
         self._hub.close(unlink=self._ending.is_of_the_run)
 
@@ -121,7 +122,7 @@ class Sidecar:
         """Until the pause or the run ends: launch nothing."""
         self._trainer.synchronize()
         self._status.error = self._pause.reason
-        self._set_state(State.PAUSED)
+        self._picture.set_state(State.PAUSED)
         self._report.paused(self._status.error)
         while self._pause.is_on and not self._ending.check():
             # Not the doorbell: it rings for records that are not taken now.
@@ -131,7 +132,7 @@ class Sidecar:
             self._look_around()
         self._status.error = ""
         self._report.paused("")
-        self._set_state(State.READY)
+        self._picture.set_state(State.READY)
 
     def close(self, *, unlink: bool = False) -> None:
         """Leave nothing in flight on the device and nothing open; without `unlink` channels stay for a successor."""
@@ -222,9 +223,8 @@ class Sidecar:
         if not self._learner.batch_is_in or not self._steps.take_due(stop):
             return
         self._note.stage(Stage.WRITING)
-        backlog = sum(producer.backlog for producer in self._hub.producers())
-        self._report.write(self._learner.close_batch(), backlog, self._dropped.counts())
-        self._save_status()
+        self._report.write(self._learner.close_batch(), self._picture.gauges())
+        self._picture.save()
         self._snapshots.publish_if_due()
         self._save_if_due()
 
@@ -241,8 +241,7 @@ class Sidecar:
         if self._pause.engine_is_starting:
             self._ending.engine_seen()
         self._dropped.reap()
-        if time.monotonic() - self._own.saved_at > _STATUS_S:
-            self._save_status()
+        self._picture.refresh()
 
     def _drain(self) -> None:
         deadline = time.monotonic() + _DRAIN_S
@@ -250,7 +249,7 @@ class Sidecar:
         def late() -> bool:
             return time.monotonic() >= deadline or self._pause.is_on
 
-        self._set_state(State.DRAINING)
+        self._picture.set_state(State.DRAINING)
         self._empty_rings(late)
         self._behind = True
         while self._behind and not late():
@@ -300,18 +299,3 @@ class Sidecar:
         else:
             self._own.works("a checkpoint")
             self._saved_at_step = self._trainer.step
-
-    def _set_state(self, state: State) -> None:
-        self._status.state = state
-        self._save_status()
-
-    def _save_status(self) -> None:
-        for name, value in dataclasses.asdict(self._learner.counters).items():
-            setattr(self._status, name, value)
-        self._answering.describe(self._status)
-        self._status.version = self._trainer.step
-        self._status.set_aside = self._aside.count
-        self._status.damaged_records = self._journal.damaged
-        self._status.replay_size = len(self._learner.replay)
-        self._status.ring_registered = self._ring.registered if self._ring is not None else None
-        self._own.save_status()

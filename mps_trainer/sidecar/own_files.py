@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 from mps_trainer.run import Status
-from mps_trainer.run.process import resident_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ class OwnFiles:
 
     def save_status(self) -> None:
         """Write the status as it is."""
-        self.status.memory_bytes = resident_bytes()
         self.saved_at = time.monotonic()
         try:
             self.status.save(self.run_dir)

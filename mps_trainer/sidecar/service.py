@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -174,12 +174,14 @@ def _leave_to_parent(lock: HeldLock) -> None:
 
 
 def _begin_status(record: RunRecord) -> Status:
-    restarts, last_death = 0, ""
-    if (Path(record.run_dir) / "status.json").exists():
-        try:
-            before = Status.load(Path(record.run_dir))
-            restarts, last_death = before.restarts, before.last_death
-        except RunError as error:
-            # Replaced at once: a damaged picture of a predecessor is no reason to have no sidecar.
-            _log.warning("%s", error)
-    return Status(run_id=record.run_id, pid=os.getpid(), device=record.device, restarts=restarts, last_death=last_death)
+    ours = Status(run_id=record.run_id, pid=os.getpid(), device=record.device)
+    if not (Path(record.run_dir) / "status.json").exists():
+        return ours
+    try:
+        before = Status.load(Path(record.run_dir))
+    except RunError as error:
+        # Replaced at once: a damaged picture of a predecessor is no reason to have no sidecar.
+        _log.warning("%s", error)
+        return ours
+    # Its counters stand until READY, when the checkpoint and the journal say where we are: people watch them.
+    return replace(before, run_id=ours.run_id, state=ours.state, pid=ours.pid, device=ours.device, error="")

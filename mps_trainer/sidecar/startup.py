@@ -48,6 +48,7 @@ class Learning:
         aside: what earlier sidecars died of.
         resumed_from: the step of the checkpoint that it started from; None when there was none.
         ring: how records get from the ring to the GPU; None on the CPU.
+        memory_cap: bytes that its tensors may take on the GPU; on the CPU a wish; None without either.
     """
 
     learner: Learner
@@ -58,6 +59,7 @@ class Learning:
     aside: SetAside
     resumed_from: int | None = None
     ring: RingMemory | None = None
+    memory_cap: int | None = None
 
     def save(self) -> None:
         """Take a checkpoint, between two steps, and delete the part of the journal that no checkpoint needs any more.
@@ -186,6 +188,7 @@ def build_learning(
         resumed_from=found.state["step"] if found is not None else None,
         ring=ring,
         aside=SetAside(run_dir),
+        memory_cap=shared.placement.pool if shared is not None else settings.memory,
     )
 
 

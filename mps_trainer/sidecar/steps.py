@@ -11,12 +11,19 @@ from mps_trainer.sidecar.set_aside import SetAside
 
 
 class Steps:
-    """Takes steps of a learner; each ends before anybody is asked again whether to stop."""
+    """Takes steps of a learner; each ends before anybody is asked again whether to stop.
 
-    def __init__(self, learner: Learner, aside: SetAside, report: BatchReport) -> None:
+    Args:
+        after: called after each.
+    """
+
+    def __init__(
+        self, learner: Learner, aside: SetAside, report: BatchReport, after: Callable[[], object] = lambda: None
+    ) -> None:
         self._learner = learner
         self._aside = aside
         self._report = report
+        self._after = after
 
     def take_due(self, stop: Callable[[], bool]) -> bool:
         """The steps that are due, until `stop`; whether none is left."""
@@ -38,3 +45,4 @@ class Steps:
         begin = time.monotonic()
         loss = self._learner.train_step()
         self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
+        self._after()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ class EventFile:
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, wall_time: float, step: int, values: dict[str, Any]) -> None:
-        """Every number of `values`, under the tag sidecar/<name>."""
+        """Every number of `values`, under the tag sidecar/<name>, those of an object under sidecar/<name>/<key>."""
+        flat = dict(_numbers(values))
         summary = [
-            Summary.Value(tag=f"sidecar/{name}", simple_value=float(value))
-            for name, value in values.items()
-            if isinstance(value, (int, float)) and name != "step"
+            Summary.Value(tag=f"sidecar/{name}", simple_value=value) for name, value in flat.items() if name != "step"
         ]
         self._append(Event(wall_time=wall_time, step=step, summary=Summary(value=summary)))
 
@@ -39,3 +39,11 @@ class EventFile:
     def _append(self, event: Event) -> None:
         self._records.write(event.SerializeToString())
         self._records.flush()
+
+
+def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            yield f"{prefix}{name}", float(value)

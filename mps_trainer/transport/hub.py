@@ -42,6 +42,7 @@ class Producer:
         backlog: records sent and not yet acknowledged.
         sent: its own counters, as it last stored them.
         taken: the sidecar's counters of this channel.
+        waiting_since_ns: when its oldest unread record was sent (CLOCK_MONOTONIC), as a hint; None when there is none.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Producer:
     backlog: int
     sent: ChannelCounters
     taken: HubCounters
+    waiting_since_ns: int | None = None
 
 
 class SidecarHub:
@@ -195,6 +197,7 @@ class SidecarHub:
                 c.backlog,
                 load_operator_counters(c.segment, layout.OPERATOR_COUNTERS),
                 c.counters,
+                c.ready_since(),
             )
             for name, c in sorted(self._channels.items())
         ]

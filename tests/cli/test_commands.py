@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -114,6 +119,7 @@ def test_report_prints_sentences_with_separators(mps_trainer: Command, tmp_path:
     assert "experiences  3,584 received in 14 batches" in answer.stdout
     assert "loss         0.700 first, 0.700 last   [0.70]" in answer.stdout
     assert f"picture      {run_dir / 'report.png'}" in answer.stdout
+    assert f"page         {run_dir / 'report.html'}" in answer.stdout
     assert "first_loss" not in answer.stdout
     assert (run_dir / "report.png").exists()
 
@@ -170,14 +176,16 @@ def test_status_of_a_folder_says_whether_the_run_lives(
     mps_trainer: Command, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Status(run_id="0123abcd", state=State.READY).save(tmp_path)
-    assert "state: ready (not running)\n" in mps_trainer("status", tmp_path).stdout
+    assert "state       ready (not running) on cpu, 0 restarts\n" in mps_trainer("status", tmp_path).stdout
     monkeypatch.setenv(STATE_DIR_VARIABLE, environment[STATE_DIR_VARIABLE])
     lock = try_hold(run_paths("0123abcd").supervisor_lock)
     assert lock is not None
     with lock:
-        assert "state: ready\n" in mps_trainer("status", tmp_path).stdout
+        assert "state       ready on cpu, 0 restarts" in mps_trainer("status", tmp_path).stdout
     Status(run_id="0123abcd", state=State.STOPPED).save(tmp_path)
-    assert "state: stopped\n" in mps_trainer("status", tmp_path).stdout
+    assert "state       stopped on cpu, 0 restarts\n" in mps_trainer("status", tmp_path).stdout
+    [found] = json.loads(mps_trainer("status", tmp_path, "--json").stdout)
+    assert (found["run_id"], found["alive"], found["status"]["state"]) == ("0123abcd", False, "stopped")
 
 
 def test_doctor_cleans_only_what_dead_runs_left(mps_trainer: Command, tmp_path: Path) -> None:
@@ -192,22 +200,46 @@ def test_doctor_cleans_only_what_dead_runs_left(mps_trainer: Command, tmp_path: 
     assert not stale.exists()
 
 
+def watch(environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "mps_trainer", "status", "--watch", "--every", "0.1"]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def read_until(lines: IO[str], text: str) -> str:
+    """The next line with `text` in it; the time limit is that of the test."""
+    return next(line for line in lines if text in line)
+
+
 @pytest.mark.slow
 def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path, environment: dict[str, str]) -> None:
     door = {**environment, "MPS_TRAINER_VENV": sys.prefix}
+    stack = contextlib.ExitStack()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config.write_text(config.read_text().replace("ring_slots: 2", f"prometheus_port: {port}\n          ring_slots: 2"))
     started = subprocess.run(
         [ROOT / "scripts" / "start_mps.sh", config], env=door, capture_output=True, text=True, timeout=120
     )
     try:
         assert started.returncode == 0, started.stderr
         assert "READY after" in started.stdout
+        assert f"Prometheus metrics at http://127.0.0.1:{port}/metrics" in started.stderr
         assert (
             f"trinity run --config {os.path.relpath(config.with_name('trinity.mps.yaml'))}" in started.stdout
             or str(config.with_name("trinity.mps.yaml")) in started.stdout
         )
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            assert b'mps_trainer_sidecar_state{run_id="' in answer.read()
         [run] = json.loads(mps_trainer("status", "--json").stdout)
         assert (run["status"]["state"], run["device"], run["mps"]) == ("ready", "cpu", "off")
         assert run["run_id"] in mps_trainer("status").stdout
+        watching = stack.enter_context(watch(environment))
+        assert watching.stdout is not None
+        read_until(watching.stdout, " ready ")
+        os.kill(run["status"]["pid"], signal.SIGKILL)
+        read_until(watching.stdout, " restarting ")
+        assert "restarts 1" in read_until(watching.stdout, " ready ")
         second = mps_trainer("up", config)
         assert second.returncode == 2
         assert f"mps-trainer down {run['run_id']}" in second.stderr
@@ -215,9 +247,12 @@ def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path
         stopped = subprocess.run(
             [ROOT / "scripts" / "stop_mps.sh", config], env=door, capture_output=True, text=True, timeout=120
         )
+    assert f"run {run['run_id']} has ended: stopped" in watching.communicate(timeout=30)[0]
+    assert watching.returncode == 0
+    stack.close()
     assert stopped.returncode == 0, stopped.stderr
     assert "ended when asked" in stopped.stdout
-    assert "state: stopped" in mps_trainer("status", run["run_dir"]).stdout
+    assert "state       stopped on cpu, 1 restart" in mps_trainer("status", run["run_dir"]).stdout
     assert not list(Path("/dev/shm").glob(f"*mpst.{run['run_id']}*"))
 
 
@@ -245,11 +280,10 @@ def test_status_says_when_batches_reach_the_gpu_slowly(
     )
     status = Status(run_id="0123abcd", state=State.READY)
     view = RunView(record, RunPaths(tmp_path / "0123abcd.json"), status, None)
-    monkeypatch.setattr(look, "list_runs", lambda: [view])
+    monkeypatch.setattr(look, "select_runs", lambda _: [view])
     for registered, told in ((None, False), (True, False), (False, True)):
         status.ring_registered = registered
-        assert run(["status"]) == 0
-        assert ("ring_registered is False" in capsys.readouterr().out) is told
         status.save(tmp_path)
-        assert run(["status", str(tmp_path)]) == 0
-        assert f"ring_registered: {registered}\n" in capsys.readouterr().out
+        for arguments in (["status"], ["status", str(tmp_path)]):
+            assert run(arguments) == 0
+            assert ("ring_registered is False" in capsys.readouterr().out) is told

@@ -1,6 +1,8 @@
 """Which engines are clients, and a daemon that does not say it. The daemon is fake."""
 
+import os
 import time
+from unittest.mock import Mock
 
 import pytest
 from mps_helpers import FAKE_CONTROL, UUIDS, join, supervisor_log, wait_for
@@ -12,6 +14,7 @@ from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.summons import EngineRecord, EngineRequest
 from mps_trainer.run import State
+from mps_trainer.run.members import Member, load_members
 
 
 class MuteDaemon(MpsDaemon):
@@ -38,9 +41,9 @@ def test_run_with_a_fake_daemon_that_does_not_answer_goes_on(start, monkeypatch)
     assert run.status().state is State.STOPPED
 
 
-def test_mute_daemon_is_asked_now_and_then_and_given_up(state, caplog):
+def test_mute_daemon_is_asked_now_and_then_and_given_up(state, caplog, tmp_path):
     daemon = MuteDaemon(mps_folder("abcd1234"), str(FAKE_CONTROL))
-    membership = Membership(daemon, every_s=0.05)
+    membership = Membership(daemon, tmp_path, every_s=0.05)
     membership.prove([engine(11)])
     membership.prove([engine(11)])
     assert daemon.asked == 1
@@ -56,6 +59,18 @@ def test_mute_daemon_is_asked_now_and_then_and_given_up(state, caplog):
     assert daemon.asked == asked
     membership.prove([engine(11), engine(12)])
     assert daemon.asked == asked + 1, "the next engine is asked for again"
+    assert load_members(tmp_path) == [Member("rollout", 11, None)], "the status does not claim it"
+
+
+class HonestDaemon(MpsDaemon):
+    def clients(self):
+        return [Mock(pid=os.getpid())]
+
+
+def test_proven_and_unproven_engines_are_named_for_the_status(state, tmp_path):
+    ours = os.getpid()
+    Membership(HonestDaemon(mps_folder("abcd1234"), str(FAKE_CONTROL)), tmp_path).prove([engine(ours), engine(2**22)])
+    assert [(member.pid, member.proven) for member in load_members(tmp_path)] == [(ours, True), (2**22, False)]
 
 
 def test_mute_daemon_is_no_proof_for_those_who_ask_themselves(state):

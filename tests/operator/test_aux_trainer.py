@@ -23,6 +23,8 @@ from mps_trainer.operator import AuxTrainer
 from mps_trainer.run import RunRecord
 from mps_trainer.transport import leftovers
 
+PAGE = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
+
 
 def experiences(seed: int, size: int = 32) -> list[Experience]:
     """Reward 1 for more low tokens than usual."""
@@ -71,6 +73,11 @@ def test_filter_drops_the_highest_scores_and_writes_down_why(make_run: Any) -> N
         assert 0 < metrics["aux_trainer/score_age_s"] < 120
         assert metrics["aux_trainer/score_latency_ms"] >= metrics["aux_trainer/score_wait_ms"]
         assert all(type(value) in (int, float) for value in metrics.values()), "Trinity drops every other type"
+        assert [name for name in metrics if f"`{name.removeprefix('aux_trainer/')}`" not in PAGE] == []
+        assert metrics["aux_trainer/reward_mean"] == pytest.approx(np.mean([e.reward for e in batch]))
+        assert metrics["aux_trainer/reward_mean_kept"] == pytest.approx(np.mean([e.reward for e in kept]))
+    totals = ("seen_total", "removed_total", "sidecar_restarts", "lost_total", "set_aside_total")
+    assert [metrics[f"aux_trainer/{name}"] for name in totals] == [128, 24, 0, 0, 0]
     lines = [json.loads(line) for line in (run.run_dir / "operator.jsonl").read_text().splitlines()]
     assert [len(line["dropped"]) for line in lines] == [0, 8, 8, 8]
     assert "quantile 0.25: among the highest" in lines[1]["dropped"][0]["why"]

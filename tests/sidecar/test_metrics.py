@@ -56,3 +56,35 @@ def test_a_folder_in_its_place_costs_lines_until_it_is_gone(tmp_path: Path) -> N
     metrics.close()
     assert own.status.trouble == ""
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2]
+
+
+def test_numbers_in_objects_get_a_tag_each(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from mps_trainer.sidecar.tensorboard import EventFile, _numbers
+
+    values = {"step": 3, "loss": 0.5, "auc": None, "dropped": {"oldest": 30, "newest": 0}, "scores": [0.1, 0.2]}
+    assert dict(_numbers(values)) == {"step": 3, "loss": 0.5, "dropped/oldest": 30, "dropped/newest": 0}
+    board = EventFile(tmp_path)
+    board.write(1.0, 3, values)
+    board.close()
+    [path] = tmp_path.iterdir()
+    content = path.read_bytes()
+    assert b"sidecar/dropped/oldest" in content
+    assert b"sidecar/step" not in content
+
+
+def test_a_successor_keeps_the_picture_until_it_knows_better(tmp_path: Path) -> None:
+    from mps_trainer.run import RunRecord, State, Status
+    from mps_trainer.sidecar.service import _begin_status
+
+    record = RunRecord(
+        run_id="12345678", config="", derived_config="", run_dir=str(tmp_path), ray_namespace="", settings={}
+    )
+    assert _begin_status(record).version == 0
+    before = Status(run_id="12345678", state=State.RESTARTING, version=80, restarts=1, error="killed", last_death="x")
+    before.save(tmp_path)
+    found = _begin_status(record)
+    assert (found.state, found.version, found.restarts, found.error) == (State.STARTING, 80, 1, "")
+    assert found.last_death == "x"
+    (tmp_path / "status.json").write_text("{")
+    assert _begin_status(record).version == 0

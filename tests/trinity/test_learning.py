@@ -63,6 +63,19 @@ def test_the_classifier_learns_a_random_rule(learned: Learned) -> None:
     assert metric(learned.outcome, "fed") == [float(BATCH)] * STEPS
 
 
+def test_trinitys_monitor_has_the_sidecars_figures(learned: Learned) -> None:
+    """docs/watching.md lists them. What the sidecar says is up to two seconds old, so the first batch lacks some."""
+    assert metric(learned.outcome, "loss")[-1] < metric(learned.outcome, "loss")[0]
+    assert metric(learned.outcome, "auc")[-1] > 0.7, SEED
+    assert metric(learned.outcome, "sidecar_version")[-1] > 0
+    assert metric(learned.outcome, "sidecar_memory_bytes")[-1] > 2**26
+    assert metric(learned.outcome, "seen_total")[-1] == STEPS * BATCH
+    for name, value in (("sidecar_up", 1), ("sidecar_restarts", 0), ("lost_total", 0), ("set_aside_total", 0)):
+        assert metric(learned.outcome, name) == [value] * STEPS, name
+    for name in ("backlog", "backlog_age_s", "score_wait_ms", "model_version", "reward_mean", "reward_mean_kept"):
+        assert len(metric(learned.outcome, name)) == STEPS, name
+
+
 def test_the_filter_drops_mostly_the_planted_outliers(learned: Learned) -> None:
     batches = lines(run_folder(learned.config) / "operator.jsonl")
     dropped = [entry for batch in batches for entry in batch["dropped"]]
@@ -84,6 +97,7 @@ def test_the_report_shows_the_run(learned: Learned) -> None:
     assert answer.returncode == 0, answer.stderr
     assert f"{STEPS * BATCH:,}" in answer.stdout
     assert any(path.stat().st_size > 10_000 for path in run_dir.glob("*.png"))
+    assert "Rewards before and after" in (run_dir / "report.html").read_text()
     assert list((run_dir / "tensorboard").iterdir())
 
 

@@ -1,0 +1,107 @@
+"""Following files that grow, and the figures of a run from them."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mps_trainer.run import State, Status
+from mps_trainer.run.figures import Watcher
+from mps_trainer.run.tail import Tail
+
+
+def append(path: Path, *lines: Any) -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_each_line_comes_once_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    append(path, {"a": 1}, {"a": 2})
+    assert tail.read() == [{"a": 1}, {"a": 2}]
+    with path.open("a") as file:
+        file.write('{"a": 3')
+    assert tail.read() == []
+    with path.open("a") as file:
+        file.write('}\n[1]\nnull\nx\n{"a": 4}\n')
+    assert tail.read() == [{"a": 3}, {"a": 4}]
+
+
+def test_the_first_look_is_at_the_end_of_a_long_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, *({"a": i} for i in range(1000)))
+    found = Tail(path, first_look=100).read()
+    assert 5 < len(found) < 12
+    assert found[-1] == {"a": 999}
+    assert [b["a"] - a["a"] for a, b in pairwise(found)] == [1] * (len(found) - 1)
+
+
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, {"a": 1}, {"a": 2})
+    tail = Tail(path)
+    tail.read()
+    path.write_text('{"a": 9}\n')
+    assert tail.read() == [{"a": 9}]
+    path.unlink()
+    assert tail.read() == []
+
+
+def batch(when: float, step: int) -> dict[str, Any]:
+    return {
+        "kind": "batch",
+        "t": when,
+        "step": step,
+        "batch": step // 4,
+        "experiences": 64 * step,
+        "loss": 1 / step,
+        "auc": 0.5,
+    }
+
+
+def test_rates_are_of_the_last_half_minute_and_fall_to_nothing(tmp_path: Path) -> None:
+    now = time.time()
+    append(tmp_path / "metrics.jsonl", *(batch(now - 60 + i, 4 * (i + 1)) for i in range(60)))
+    Status(run_id="12345678", state=State.READY, version=240, experiences=64 * 240).save(tmp_path)
+    figures = Watcher(tmp_path).look()
+    assert figures.steps_per_s == pytest.approx(4, rel=0.1)
+    assert figures.experiences_per_s == pytest.approx(256, rel=0.1)
+    assert (len(figures.losses), len(figures.aucs)) == (60, 60)
+    # The same without a word for a minute: nothing has been learned since.
+    (tmp_path / "metrics.jsonl").write_text("")
+    append(tmp_path / "metrics.jsonl", *(batch(now - 120 + i, 4 * (i + 1)) for i in range(60)))
+    assert Watcher(tmp_path).look().steps_per_s == 0
+
+
+def test_steps_that_go_back_to_a_checkpoint_are_no_negative_rate(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", batch(time.time() - 20, 400), batch(time.time() - 5, 100))
+    Status(run_id="12345678", version=100).save(tmp_path)
+    assert Watcher(tmp_path).look().steps_per_s == 0
+
+
+def test_between_two_lives_the_last_word_stays(tmp_path: Path) -> None:
+    Status(run_id="12345678", version=7).save(tmp_path)
+    watcher = Watcher(tmp_path)
+    assert watcher.look().status is not None
+    (tmp_path / "status.json").unlink()
+    status = watcher.look().status
+    assert status is not None
+    assert status.version == 7
+
+
+def test_the_operators_last_line_has_the_totals(tmp_path: Path) -> None:
+    for i in range(1, 101):
+        line = {"seen_total": 256 * i, "removed_total": 12 * i, "late_total": i, "score_wait_ms": float(i)}
+        append(tmp_path / "operator.jsonl", line)
+    figures = Watcher(tmp_path).look()
+    assert (figures.seen, figures.removed, figures.late) == (25_600, 1_200, 100)
+    assert (figures.score_wait_ms_p50, figures.score_wait_ms_p99) == (51, 100)
+    assert figures.status is None
+    assert json.dumps(figures.to_json())
