@@ -22,8 +22,10 @@ def group_of(node_id: str) -> str:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group by group: tests/trinity, then the files with a slow test, then the others; else as they were."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Group by group: tests/trinity, then the files with a slow test, then the others. One process alone needs none."""
+    if not hasattr(config, "workerinput"):
+        return
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         groups.setdefault(group_of(item.nodeid), []).append(item)

@@ -3,10 +3,10 @@
 The reward depends on the response's tokens by a rule drawn at random, with noise: 5 % of the rewards are flipped,
 the planted outliers. The AUC is taken on each batch before the sidecar trains on it.
 
-Measured on 200 seeds (mean, standard deviation, worst): the AUC of the first batch 0.49, 0.11, 0.74, because an untrained
-network agrees with some rules by luck; of the last three 0.947, 0.009, 0.924; the planted among the late 5 % that are
-dropped 0.86, 0.06, 0.67, where chance is 0.05. On 60 seeds the mean AUC of the last six batches with rewards that
-nobody can learn: 0.50, 0.02, 0.05 off. Each bound below is at least four standard deviations away.
+Measured on 200 seeds (mean, standard deviation, worst): the AUC of the first batch 0.49, 0.11, 0.74, because an
+untrained network agrees with some rules by luck; of the last three 0.947, 0.009, 0.924; the planted among the late 5 %
+that are dropped 0.86, 0.06, 0.67, where chance is 0.05. On 60 seeds the mean AUC of the last six batches with rewards
+that nobody can learn: 0.50, 0.02, 0.05 off. Each bound below is at least four standard deviations away.
 """
 
 from __future__ import annotations
