@@ -1,3 +1,5 @@
 """Fixtures for every folder. Helpers are in tests/support, which pytest puts on the path."""
 
-pytest_plugins = ["real_sidecar"]
+from __future__ import annotations
+
+pytest_plugins = ["real_sidecar", "spread"]

@@ -1,9 +1,17 @@
-"""The real sidecar, killed with SIGKILL at one step: `killed_at.py NAME before|after N --run-file ... --ready-fd N`."""
+"""Real sidecars, killed with SIGKILL at one step, forked from one process that has imported everything already.
+
+Run as a script it is that process: a JSON line on stdin names the run and the death ("take after 2"), a JSON line on
+stdout says how the sidecar ended. A fork is what `python -m mps_trainer.sidecar` is after its imports, which take most
+of the time of a short life.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,12 +68,76 @@ def torn_append(function: Callable[..., Any], countdown: int) -> Callable[..., A
     return wrapped
 
 
-if __name__ == "__main__":
-    name, when, count = sys.argv[1:4]
-    sys.argv[1:4] = []
+def arm(death: str) -> None:
+    """Let this process die where `death` says."""
+    name, when, count = death.split()
     owner, attribute = STEPS[name]
     original = getattr(owner, attribute)
     wrapped = torn_append(original, int(count)) if when == "torn" else killing(original, when, int(count))
     setattr(owner, attribute, wrapped)
+
+
+class Killed:
+    """The process that forks them; a context manager, so that it ends with the tests that use it."""
+
+    def __init__(self) -> None:
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self._parent = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **threads, "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    def __enter__(self) -> Killed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parent.communicate(timeout=30)
+
+    def run(self, run_file: Path, log: Path, death: str) -> int:
+        """Start a sidecar of that run, wait for its end; its exit code, or minus the signal."""
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        state = os.environ["MPS_TRAINER_STATE_DIR"]
+        request = {"run_file": str(run_file), "log": str(log), "death": death, "state": state}
+        self._parent.stdin.write(json.dumps(request) + "\n")
+        self._parent.stdin.flush()
+        return int(json.loads(self._parent.stdout.readline()))
+
+
+def live(request: dict[str, str]) -> None:
+    """What a forked process does."""
+    signal.alarm(60)  # no death: the test is told SIGALRM
+    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, target)
+    os.environ["MPS_TRAINER_STATE_DIR"] = request["state"]
+    arm(request["death"])
+    sys.argv[1:] = ["--run-file", request["run_file"]]
+    code = 70
+    try:
+        code = main()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    """Fork a sidecar for each line, until stdin ends."""
+    # Torch imports its compiler with the first optimizer, which takes as long as the rest of it.
+    for module in ("mps_trainer.sidecar.service", "mps_trainer.tasks.preference_classifier", "torch._dynamo"):
+        importlib.import_module(module)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            live(json.loads(line))
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    sys.exit(main())
+    serve()

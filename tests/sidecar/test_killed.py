@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import signal
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from killed_at import Killed
 from plain_loop import assert_same_weights, newest_weights, train_plainly
 from real_sidecar import token_rows
 
 from mps_trainer.run.exit_codes import OK
 
 NUM_BATCHES = 8
-KILLED_AT = str(Path(__file__).parent / "killed_at.py")
 
-# Two deaths a test: a process's start is what takes the time. A checkpoint is due every four batches.
+# Two deaths a test: the successor's start is what takes the time. A checkpoint is due every four batches.
 DEATHS = [
     ("append before 2", "append after 1"),
     ("append torn 3", "take before 1"),
@@ -31,8 +30,14 @@ DEATHS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def killed() -> Iterator[Killed]:
+    with Killed() as parent:
+        yield parent
+
+
 @pytest.mark.parametrize("deaths", DEATHS, ids=lambda deaths: ", ".join(deaths))
-def test_the_successor_arrives_at_the_same_weights(make_run: Any, deaths: tuple[str, str]) -> None:
+def test_the_successor_arrives_at_the_same_weights(make_run: Any, killed: Killed, deaths: tuple[str, str]) -> None:
     run = make_run(batch_size=64, steps_per_batch=2, checkpoint_every=8, replay_capacity=300, seed=3)
     rng = np.random.default_rng(1)
     batches = [token_rows(rng, 60, first=60 * i) for i in range(NUM_BATCHES)]
@@ -40,8 +45,7 @@ def test_the_successor_arrives_at_the_same_weights(make_run: Any, deaths: tuple[
         for request, rows in enumerate(batches):
             assert channel.send(rows, request_id=request, want_scores=False).rows_sent == 60
         for death in deaths:
-            child, _ = run.start(sys.executable, KILLED_AT, *death.split())
-            assert child.wait(30) == -signal.SIGKILL
+            assert killed.run(run.paths.run_file, run.run_dir / "sidecar.log", death) == -signal.SIGKILL
         child, ready = run.start()
         assert ready == {"state": "ready"}
         child.send_signal(signal.SIGTERM)

