@@ -180,7 +180,9 @@ def test_a_config_of_the_examples_runs_with_the_tutorials_yaml(config):
 def test_each_built_in_task_has_a_page_and_a_config():
     for task in BUILT_IN_TASKS:
         assert (ROOT / f"docs/tasks/{task}.md").exists(), task
-        found = [path for path in (ROOT / "examples").rglob("*.yaml") if re.search(rf"task: {task}\b", path.read_text())]
+        found = [
+            path for path in (ROOT / "examples").rglob("*.yaml") if re.search(rf"task: {task}\b", path.read_text())
+        ]
         assert found, f"no YAML in examples/ uses {task}"
 
 
