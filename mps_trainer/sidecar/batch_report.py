@@ -62,6 +62,7 @@ class BatchReport:
                 "scores": quantiles(self._scores),
                 "backlog": backlog,
                 "dropped": dict(dropped),
+                "task": self._learner.trainer.metrics(),
             },
         )
         self._forget()

@@ -24,7 +24,8 @@ class EventFile:
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, wall_time: float, step: int, values: dict[str, Any]) -> None:
-        """Every number of `values`, under the tag sidecar/<name>."""
+        """Every number of `values`, under the tag sidecar/<name>; the task's own under sidecar/task/<name>."""
+        values = {**values, **{f"task/{name}": value for name, value in (values.get("task") or {}).items()}}
         summary = [
             Summary.Value(tag=f"sidecar/{name}", simple_value=float(value))
             for name, value in values.items()

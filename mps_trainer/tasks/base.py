@@ -6,13 +6,14 @@
     score       a batch -> one number for each experience    (use: filter drops high ones; use: reward adds them)
     optimizer   how it learns                                (AdamW unless you say otherwise)
 
-A sixth, optional one, `predictions`, lets the sidecar report the AUC on experiences that it has not trained on.
+Optional ones: `predictions` lets the sidecar report the AUC on experiences that it has not trained on, `metrics` has
+numbers of the task's own in each batch's line of metrics.jsonl, and `prepare` does slow imports in good time.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,3 +54,13 @@ class AuxiliaryTask(ABC):
     def predictions(self, model: nn.Module, batch: TaskBatch) -> tuple[Tensor, Tensor] | None:
         """What the model predicts and what came true: ((B,) float, (B,) in {0, 1}), or None without such a pair."""
         return None
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers of the task's own since this was asked last, for the line of a batch; counted in `loss`, say."""
+        return {}
+
+    def prepare(self) -> None:  # noqa: B027  # optional, so not abstract
+        """What `build_model` needs and needs no GPU, such as slow imports: called before the sidecar has a device.
+
+        A sidecar that shares a GPU may be waited for by an engine while it builds its model. CUDA must not start here.
+        """
