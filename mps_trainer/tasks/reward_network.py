@@ -60,7 +60,9 @@ class RewardNetwork(nn.Module):
         self.network = network
         self.pad_id, self.vocabulary = pad_id, vocabulary
         self._frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
-        self.register_buffer(_FINGERPRINT, torch.tensor(_fingerprint(self, self._frozen)))
+        # Not what peft keeps of the head as it was: a new one differs with the seed, and is never used.
+        base = sorted(name for name in self._frozen if ".original_module." not in name)
+        self.register_buffer(_FINGERPRINT, torch.tensor(_fingerprint(self, base)))
         # A tensor, so that `.float()` makes this a float32 network throughout, as a comparison with one needs.
         self.register_buffer("compute", torch.empty(0, dtype=dtype), persistent=False)
 
@@ -136,9 +138,11 @@ def build_network(settings: NetworkSettings) -> RewardNetwork:
     """The network on the CPU, new weights drawn from torch's generator. ConfigError when the folder cannot serve."""
     # Without LoRA every weight is trained, and so float32.
     model = _load(settings.folder, settings.dtype if settings.lora_rank else torch.float32)
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     network = _with_lora(model, settings) if settings.lora_rank else model
+    if settings.gradient_checkpointing:
+        # Since transformers 5.24 it has another name.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -256,12 +260,11 @@ def _quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _fingerprint(module: nn.Module, names: Sequence[str] | set[str]) -> int:
-    """A number that differs for other frozen weights, of up to 64 values of each."""
+def _fingerprint(module: nn.Module, names: Sequence[str]) -> int:
+    """A number that differs for other weights, of about 64 values of each."""
     found = 0
-    for name, parameter in module.named_parameters():
-        if name in names:
-            values = parameter.detach().flatten()
-            sample = values[:: max(1, len(values) // 64)].float().numpy()
-            found = zlib.crc32(sample.tobytes(), zlib.crc32(f"{name}{tuple(parameter.shape)}".encode(), found))
+    for name in names:
+        values = module.get_parameter(name).detach().flatten()
+        sample = values[:: max(1, len(values) // 64)].float().numpy()
+        found = zlib.crc32(sample.tobytes(), zlib.crc32(f"{name} {len(values)}".encode(), found))
     return found
