@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from token_stream import pack_ragged, pack_text
 
-from mps_trainer.columns import PackedBatch, PackedColumn
+from mps_trainer.columns import IDENTITY_COLUMNS, Column, PackedBatch
+from mps_trainer.transport import decode_batch, encode_batch
 
 VOCABULARY = 32
 LONGEST = 16
 RUNS = 8
+COLUMNS = (
+    *IDENTITY_COLUMNS,
+    Column(name="tokens", source="tokens", dtype="int32", shape=(None,), maximum=1024),
+    Column(name="outcome", source="reward"),
+)
 
 
 def write_decoder(folder: Path, seed: int = 0, **options: Any) -> Path:
@@ -47,14 +52,7 @@ def token_rows(rng: np.random.Generator, size: int, first: int = 0) -> dict[str,
 
 
 def packed(rows: dict[str, Any]) -> PackedBatch:
-    columns = {
-        "eid": pack_text(rows["eid"]),
-        "group": pack_text(rows["group"]),
-        "reward": PackedColumn(rows["reward"]),
-        "outcome": PackedColumn(rows["outcome"]),
-        "tokens": pack_ragged(rows["tokens"]),
-    }
-    return PackedBatch(columns, len(rows["eid"]))
+    return decode_batch(encode_batch(rows, COLUMNS), COLUMNS)
 
 
 def batch(size: int, seed: int = 0) -> PackedBatch:
