@@ -3,14 +3,16 @@
 It starts from a Hugging Face checkpoint in a local folder: a causal language model (then the head is new) or a reward
 model with one label. The reward r is read at the last token. The losses, for experience i with reward y:
 
-    pairwise   -log sigmoid(r_i - r_j)      over the pairs of runs of one task with y_i > y_j
+    pairwise   -log sigmoid(r_i - r_j) + center (r_i + r_j)^2      over the pairs of runs of one task with y_i > y_j
     mse        (r_i - y_i)^2
     bce        -y_i log p_i - (1 - y_i) log(1 - p_i),  p = sigmoid(r), y brought into [0, 1]
 
 The first is the model of Bradley and Terry (Biometrika 39, 1952), in the form of Christiano et al. (arXiv:1706.03741)
 and Ouyang et al. (arXiv:2203.02155, equation 1: the mean over the pairs of a task, then over the tasks). A batch
-without a pair has the loss 0 and is counted. Pairs need runs of one task in one training batch: choose `batch_size` and
-`replay_capacity` so that they meet (a buffer of a few batches of the explorer), or `pairs: batch`.
+without a pair has the loss 0 and is counted. The second term (Eisenstein et al., arXiv:2312.09244) holds the level of
+r, of which pairs say nothing, near 0: it would wander, and with it what is added to a reward. Pairs need runs of one
+task in one training batch: choose `batch_size` and `replay_capacity` so that they meet (a buffer of a few batches of
+the explorer), or `pairs: batch`.
 
 Adapters are LoRA (Hu et al., arXiv:2106.09685). What is trained is float32 and is all that checkpoints hold;
 `scripts/export_reward_model.py` makes a folder for transformers or peft of it. Token ids are those of the policy, so
@@ -61,6 +63,7 @@ class RewardModel(AuxiliaryTask):
             (bce: of the sigmoid), for pairwise the probability that the experience's pairs are the other way round.
         pairs: which runs are compared: those of one task (group), or any two of the batch.
         min_gap: a pair's rewards differ by more than this.
+        center: the weight of the second term of pairwise; 0 leaves it out.
         text: all: prompt and response; response: the response alone.
         max_tokens: of a longer sequence the last ones are read; the metric `cut` counts such.
         micro_batch_size: experiences that are in the model at a time. A larger batch takes more time, not memory.
@@ -80,6 +83,7 @@ class RewardModel(AuxiliaryTask):
         score: Score = "reward",
         pairs: Pairs = "group",
         min_gap: float = 0.0,
+        center: float = 0.01,
         text: Text = "all",
         max_tokens: int = 2048,
         micro_batch_size: int = 8,
@@ -100,12 +104,13 @@ class RewardModel(AuxiliaryTask):
         for key, size in sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ConfigError(f"task_args.{key} is {size!r}", "use a whole number that is large enough")
-        if min_gap < 0 or not 0 <= lora_dropout < 1:
+        if min_gap < 0 or center < 0 or not 0 <= lora_dropout < 1:
             raise ConfigError(
-                f"task_args.min_gap is {min_gap!r}, lora_dropout {lora_dropout!r}",
-                "use a number of at least 0, and a share from 0 to below 1",
+                f"task_args.min_gap is {min_gap!r}, center {center!r}, lora_dropout {lora_dropout!r}",
+                "use numbers of at least 0, and a share from 0 to below 1",
             )
-        self.loss_kind, self.score_kind, self.pairs, self.min_gap = loss, score, pairs, min_gap
+        self.loss_kind, self.score_kind = loss, score
+        self.pairs, self.min_gap, self.center = pairs, min_gap, center
         self.text, self.max_tokens, self.micro_batch_size = text, max_tokens, micro_batch_size
         self.network = NetworkSettings(
             folder=check_folder(checkpoint),
@@ -155,7 +160,7 @@ class RewardModel(AuxiliaryTask):
         pairs = better(batch["outcome"], comparable, self.min_gap)
         if model.training:
             self._count_pairs(rewards, pairs)
-        return pair_loss(rewards, pairs, comparable)
+        return pair_loss(rewards, pairs, comparable, self.center)
 
     def score(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         """(B,): the reward, its negative, or how far outcome and model are apart."""

@@ -214,7 +214,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         )
     head.to(torch.float32)
     if "score.weight" in info["missing_keys"]:
-        # As the reward models of Stiennon et al. (arXiv:2009.01325, appendix B): rewards of order one.
+        # As the reward models of Stiennon et al. (arXiv:2009.01325): rewards of order one.
         nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
     return model
 

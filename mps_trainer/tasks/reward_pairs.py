@@ -24,8 +24,10 @@ def better(outcomes: Tensor, comparable: Tensor, min_gap: float) -> Tensor:
     return comparable & (outcomes.unsqueeze(1) - outcomes.unsqueeze(0) > min_gap)
 
 
-def pair_loss(rewards: Tensor, pairs: Tensor, comparable: Tensor) -> Tensor:
-    """The mean of -log sigmoid(r_i - r_j) over the pairs of a group, and of that over the groups; 0 without a pair.
+def pair_loss(rewards: Tensor, pairs: Tensor, comparable: Tensor, center: float) -> Tensor:
+    """The mean of -log sigmoid(r_i - r_j) + center (r_i + r_j)^2 over the pairs of a group, then over the groups.
+
+    0 without a pair.
 
     Each group counts the same (Ouyang et al. 2022, equation 1): else one with many runs would outweigh the others by
     the square of their number.
@@ -33,8 +35,9 @@ def pair_loss(rewards: Tensor, pairs: Tensor, comparable: Tensor) -> Tensor:
     won = pairs.sum(dim=1).float()
     in_group = (comparable * won).sum(dim=1)
     weight = pairs / in_group.clamp(min=1).unsqueeze(1)
-    margin = rewards.unsqueeze(1) - rewards.unsqueeze(0)
-    return (weight * softplus(-margin)).sum() / weight.sum().clamp(min=1)
+    one, other = rewards.unsqueeze(1), rewards.unsqueeze(0)
+    losses = softplus(other - one) + center * (one + other).square()
+    return (weight * losses).sum() / weight.sum().clamp(min=1)
 
 
 def contradiction(rewards: Tensor, pairs: Tensor) -> Tensor:

@@ -86,12 +86,13 @@ def test_the_pair_loss_is_the_mean_over_tasks_of_the_mean_over_pairs() -> None:
         for j in range(7):
             if groups[i] == groups[j] and outcomes[i] > outcomes[j]:
                 wrong = 1 / (1 + math.exp(rewards[i].item() - rewards[j].item()))
-                by_task.setdefault(groups[i], []).append(-math.log(1 - wrong))
+                level = (rewards[i].item() + rewards[j].item()) ** 2
+                by_task.setdefault(groups[i], []).append(-math.log(1 - wrong) + 0.1 * level)
                 doubt[i].append(wrong)
                 doubt[j].append(wrong)
     assert list(by_task) == ["a", "b"]
     expected = np.mean([np.mean(losses) for losses in by_task.values()])
-    assert pair_loss(rewards, pairs, same).item() == pytest.approx(expected, rel=1e-6)
+    assert pair_loss(rewards, pairs, same, 0.1).item() == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(
         contradiction(rewards, pairs), [np.mean(v) if v else 0 for v in doubt.values()], rtol=1e-5
     )
@@ -319,7 +320,7 @@ def test_a_missing_library_names_the_extra(decoder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "args",
     [{"loss": "hinge"}, {"score": "loss"}, {"pairs": "all"}, {"text": "prompt"}, {"dtype": "float16"},
-     {"max_tokens": 0}, {"micro_batch_size": 1.5}, {"lora_rank": -1}, {"min_gap": -1.0}],
+     {"max_tokens": 0}, {"micro_batch_size": 1.5}, {"lora_rank": -1}, {"min_gap": -1.0}, {"center": -1.0}],
     ids=str,
 )  # fmt: skip
 def test_arguments_that_make_no_sense_are_refused(decoder: Path, args: dict[str, Any]) -> None:
