@@ -114,6 +114,7 @@ class RewardModel(AuxiliaryTask):
         self.text, self.max_tokens, self.micro_batch_size = text, max_tokens, micro_batch_size
         self.network = NetworkSettings(
             folder=check_folder(checkpoint),
+            max_tokens=max_tokens,
             dtype=_DTYPES[dtype],
             lora_rank=lora_rank,
             lora_alpha=lora_alpha,

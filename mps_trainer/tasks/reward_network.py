@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mps_trainer.errors import ConfigError
 from mps_trainer.tasks.batch import Ragged
+from mps_trainer.tasks.in_parts import in_parts
 
 _EXTRA = "pip install 'mps-trainer[reward]'"
 #: Padded lengths are multiples of it: few different sizes keep PyTorch's allocator from fragmenting a fixed pool.
@@ -37,6 +37,7 @@ class NetworkSettings:
     """What the network is made of; see `RewardModel` for the meaning."""
 
     folder: Path
+    max_tokens: int
     dtype: torch.dtype
     lora_rank: int
     lora_alpha: float
@@ -55,16 +56,18 @@ class RewardNetwork(nn.Module):
     base_fingerprint: Tensor
     compute: Tensor
 
-    def __init__(self, network: Any, pad_id: int, vocabulary: int, dtype: torch.dtype) -> None:
+    def __init__(self, network: Any, settings: NetworkSettings) -> None:
         super().__init__()
         self.network = network
-        self.pad_id, self.vocabulary = pad_id, vocabulary
+        self.max_tokens = settings.max_tokens
+        self.pad_id = network.config.pad_token_id or 0
+        self.vocabulary = network.get_input_embeddings().num_embeddings
         self._frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
         # Not what peft keeps of the head as it was: a new one differs with the seed, and is never used.
         base = sorted(name for name in self._frozen if ".original_module." not in name)
         self.register_buffer(_FINGERPRINT, torch.tensor(_fingerprint(self, base)))
         # A tensor, so that `.float()` makes this a float32 network throughout, as a comparison with one needs.
-        self.register_buffer("compute", torch.empty(0, dtype=dtype), persistent=False)
+        self.register_buffer("compute", torch.empty(0, dtype=settings.dtype), persistent=False)
 
     def forward(self, tokens: Tensor, mask: Tensor, last: Tensor) -> Tensor:
         """(B,) rewards of (B, L) token ids, padded on the right, with their mask and the place (B,) of the last one."""
@@ -79,22 +82,21 @@ class RewardNetwork(nn.Module):
     def rewards(self, tokens: Ragged, part_size: int) -> Tensor:
         """(B,) rewards of sequences, `part_size` at a time, so that memory does not grow with B.
 
-        With gradients each part is computed a second time in the backward pass (Chen et al., arXiv:1604.06174): the
-        gradient is the exact one of the whole batch, whatever the loss compares. An empty sequence counts as one pad.
+        With gradients each part is computed a second time in the backward pass (`in_parts`). An empty sequence counts
+        as one pad.
         """
         self._check_ids(tokens.values)
         lengths = tokens.lengths.clamp(min=1)
         # Rows of like length together need the least padding.
         order = torch.argsort(lengths, stable=True)
         longest = lengths[order].tolist()
-        again = torch.is_grad_enabled() and len(order) > part_size
-        found = []
+        parts = []
         for start in range(0, len(order), part_size):
             rows = order[start : start + part_size]
             width = -(-longest[min(start + part_size, len(order)) - 1] // LENGTH_STEP) * LENGTH_STEP
-            inputs = self._padded(tokens, rows, lengths[rows], width)
-            found.append(checkpoint(self, *inputs, use_reentrant=False) if again else self(*inputs))
-        return torch.cat(found)[torch.argsort(order)]
+            width = min(width, max(self.max_tokens, longest[-1]))
+            parts.append(self._padded(tokens, rows, lengths[rows], width))
+        return in_parts(self, parts)[torch.argsort(order)]
 
     def _padded(self, tokens: Ragged, rows: Tensor, lengths: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         columns = torch.arange(width, device=rows.device)
@@ -138,6 +140,12 @@ def build_network(settings: NetworkSettings) -> RewardNetwork:
     """The network on the CPU, new weights drawn from torch's generator. ConfigError when the folder cannot serve."""
     # Without LoRA every weight is trained, and so float32.
     model = _load(settings.folder, settings.dtype if settings.lora_rank else torch.float32)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and settings.max_tokens > positions:
+        raise ConfigError(
+            f"task_args.max_tokens is {settings.max_tokens}; the model in {settings.folder} has {positions} positions",
+            f"use {positions} or less",
+        )
     network = _with_lora(model, settings) if settings.lora_rank else model
     if settings.gradient_checkpointing:
         # Since transformers 5.24 it has another name.
@@ -146,9 +154,7 @@ def build_network(settings: NetworkSettings) -> RewardNetwork:
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    pad_id = model.config.pad_token_id
-    vocabulary = model.get_input_embeddings().num_embeddings
-    return RewardNetwork(network, pad_id if pad_id is not None else 0, vocabulary, settings.dtype)
+    return RewardNetwork(network, settings)
 
 
 def import_libraries(lora: bool) -> None:
