@@ -102,6 +102,7 @@ class Feeding(threading.Thread):
         super().__init__(daemon=True)
         self.paused = threading.Event()
         self.error = ""
+        self.sent = 0
         self._run_id = run_id
         self._done = threading.Event()
         self._make = make or drill_rows(np.random.default_rng(0))
@@ -115,16 +116,15 @@ class Feeding(threading.Thread):
         return self._channel.backlog()
 
     def run(self) -> None:
-        sent = 0
         # At most two batches wait, so that a pause shows soon.
         while not self._done.wait(0.002):
             if self.paused.is_set() or self._channel.backlog() >= 2:
                 continue
-            sent += 1
+            self.sent += 1
             rows = self._make()
-            eids = [f"{self._run_id}-{sent}-{i}" for i in range(len(rows["reward"]))]
+            eids = [f"{self._run_id}-{self.sent}-{i}" for i in range(len(rows["reward"]))]
             try:
-                self._channel.send({"eid": eids, **rows}, request_id=sent, want_scores=False)
+                self._channel.send({"eid": eids, **rows}, request_id=self.sent, want_scores=False)
             except TransportError as error:
                 # The run has ended and has taken the segment along.
                 self.error = str(error)

@@ -65,8 +65,10 @@ data_processor:
           idle_timeout: 60s
 """
 KIND_S, END_S = 150.0, 25.0
-#: An idle sidecar has taken no step for so long; several times a step.
-QUIET_S = 4.0
+#: An idle sidecar has trained on all that it was fed, and so long ago.
+QUIET_S = 1.0
+# For a step and what it waits for; one of a worst case may take seconds.
+STEP_S = 90.0
 ON_GPU = DEVICE != "cpu"
 
 
@@ -86,9 +88,14 @@ def write_config(work: Path, name: str, args: argparse.Namespace) -> tuple[Path,
     return path, task_args
 
 
+def lines_between(record: RunRecord, begin: float, end: float) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl in a span of time.time(); each tells of a batch and its one step."""
+    return [line for line in batch_lines(Path(record.run_dir)) if begin <= line["t"] <= end]
+
+
 def steps_between(record: RunRecord, begin: float, end: float) -> dict[str, float]:
     """Per second between the first and the last line of metrics.jsonl in a span of time.time(); zeros without two."""
-    lines = [line for line in batch_lines(Path(record.run_dir)) if begin <= line["t"] <= end]
+    lines = lines_between(record, begin, end)
     if len(lines) < 2:
         return {"steps": 0.0, "experiences": 0.0, "tokens": 0.0, "pairs": 0.0}
     seconds = lines[-1]["t"] - lines[0]["t"]
@@ -102,9 +109,9 @@ def steps_between(record: RunRecord, begin: float, end: float) -> dict[str, floa
     }
 
 
-def last_step(record: RunRecord) -> float:
+def is_quiet(feeding: Feeding, record: RunRecord) -> bool:
     lines = batch_lines(Path(record.run_dir))
-    return float(lines[-1]["t"]) if lines else 0.0
+    return bool(lines) and lines[-1]["batch"] == feeding.sent and time.time() - lines[-1]["t"] > QUIET_S
 
 
 def settle(feeding: Feeding, record: RunRecord, *, busy: bool) -> None:
@@ -112,17 +119,22 @@ def settle(feeding: Feeding, record: RunRecord, *, busy: bool) -> None:
     if busy:
         began = time.time()
         feeding.paused.clear()
-        wait_for(lambda: last_step(record) > began, 60, "the sidecar trains")
+        wait_for(lambda: bool(lines_between(record, began, time.time())), STEP_S, "the sidecar trains")
     else:
         feeding.paused.set()
-        wait_for(lambda: not feeding.backlog and time.time() - last_step(record) > QUIET_S, 90, "the sidecar idles")
+        wait_for(lambda: is_quiet(feeding, record), STEP_S, "the sidecar idles")
 
 
 def arm(feeding: Feeding, engine: Engine, record: RunRecord, seconds: float, *, busy: bool) -> dict[str, Any]:
-    """At least one whole round of the engine, and `seconds`, with the sidecar busy or idle."""
+    """At least one whole round of the engine, three steps of a busy sidecar, and `seconds`."""
     settle(feeding, record, busy=busy)
     began, clock = time.time(), time.monotonic()
-    wait_for(lambda: not engine.is_alive or time.monotonic() - clock > seconds, seconds + 5, "an arm's end")
+    least = 3 if busy else 0
+
+    def over() -> bool:
+        return time.monotonic() - clock > seconds and len(lines_between(record, began, time.time())) >= least
+
+    wait_for(lambda: over() or not engine.is_alive, seconds + STEP_S, "an arm's end")
     rounds = engine.wait_rounds(clock, 1, ROUND_S)
     status = status_of(record.run_dir)
     sidecar = status.pid if status else 0

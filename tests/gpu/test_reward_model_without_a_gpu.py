@@ -71,7 +71,6 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     import gpu_reward_model
 
     monkeypatch.setattr(gpu_reward_model, "Engine", StandInEngine)
-    monkeypatch.setattr(gpu_reward_model, "QUIET_S", 1.5)
     yield gpu_reward_model
     forget()
 
@@ -81,6 +80,7 @@ def forget() -> None:
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_it_trains_idles_and_says_what_it_saw(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +95,7 @@ def test_it_trains_idles_and_says_what_it_saw(
     assert code == 0, said.out[-3000:] + said.err[-3000:]
     kind = found["kinds"]["lora"]
     busy, idle = (kind["comparison"][name]["sidecar/s"] for name in ("busy", "idle"))
-    assert busy["experiences"]["min"] == pytest.approx(8 * busy["steps"]["min"], rel=0.3)
+    assert busy["experiences"]["min"] == pytest.approx(8 * busy["steps"]["min"])
     assert busy["tokens"]["min"] > 10 * busy["experiences"]["min"]
     assert idle["tokens"]["max"] == 0
     assert kind["start"]["worst step, ms"] >= 0

@@ -19,6 +19,7 @@ from mps_trainer.run.exit_codes import OK
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_weights_equal_a_plain_loop_and_can_be_exported(
     make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
