@@ -44,7 +44,8 @@ class Column:
         dtype: a numpy dtype name of `DTYPES`, or "text".
         shape: () for one number, (d,) for a vector of width d, (None,) for a sequence of any length.
         maximum: the longest sequence kept, in elements (UTF-8 bytes for text); needed where the length varies.
-            A longer sequence is cut to its first `maximum` elements and counted.
+            A longer sequence is cut to `maximum` elements and counted.
+        keep: which elements of a longer sequence are kept: the first or the last ones.
         required: False lets an experience go without; the value is then zeros (empty for a sequence).
     """
 
@@ -53,6 +54,7 @@ class Column:
     dtype: str = "float32"
     shape: tuple[int | None, ...] = ()
     maximum: int | None = None
+    keep: Literal["first", "last"] = "first"
     required: bool = True
 
     def __post_init__(self) -> None:
@@ -65,6 +67,8 @@ class Column:
                 f"column {self.name!r} has shape {self.shape}",
                 "use () for a number or text, (d,) for a vector, (None,) for a sequence",
             )
+        if self.keep not in ("first", "last"):
+            raise ConfigError(f"column {self.name!r} has keep {self.keep!r}", "use first or last")
         if self.kind in ("ragged", "text") and not self.maximum:
             raise ConfigError(
                 f"column {self.name!r} has no maximum",

@@ -49,11 +49,11 @@ PAIR_S, END_S, ALONE_S = 12.0, 20.0, 75.0
 LEAST_KV_SHARE = 0.95
 
 
-def door(script: str, config: Path) -> tuple[str, float]:
+def door(script: str, config: Path, timeout_s: float = 100) -> tuple[str, float]:
     """Run start_mps.sh or stop_mps.sh; what it printed, and seconds."""
     started = time.monotonic()
     done = subprocess.run(
-        ["bash", str(SCRIPTS / script), str(config)], capture_output=True, text=True, timeout=100, check=False
+        ["bash", str(SCRIPTS / script), str(config)], capture_output=True, text=True, timeout=timeout_s, check=False
     )
     if done.returncode:
         raise RuntimeError(f"{script} ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from gpu_lab import ONLY_GPU, SCRIPTS, lab_gpus
 from gpu_task import COMMAND_VARIABLE, MEMORY_VARIABLE, WIDTH, DrillTask
 
+from mps_trainer.columns import Column
 from mps_trainer.config import Settings
 from mps_trainer.errors import MpsTrainerError, RunError, TransportError
 from mps_trainer.launcher.leftovers import find_leftovers
@@ -82,17 +84,31 @@ def wait_for(condition: Any, timeout_s: float, what: str) -> None:
         time.sleep(0.02)
 
 
-class Feeding(threading.Thread):
-    """Feeds a run without a pause, so that its sidecar trains all the time; `paused` lets it idle."""
+def drill_rows(rng: np.random.Generator) -> Callable[[], dict[str, Any]]:
+    """64 experiences of the drill's task at a time."""
+    features = rng.standard_normal((64, WIDTH)).astype(np.float32)
+    return lambda: {"group": ["g"] * 64, "reward": rng.random(64, np.float32), "features": features}
 
-    def __init__(self, run_id: str) -> None:
+
+class Feeding(threading.Thread):
+    """Feeds a run without a pause, so that its sidecar trains all the time; `paused` lets it idle.
+
+    `make` gives the columns but `eid` of a batch, of `columns`; by default those of the drill's task.
+    """
+
+    def __init__(
+        self, run_id: str, columns: Sequence[Column] | None = None, make: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
         super().__init__(daemon=True)
         self.paused = threading.Event()
         self.error = ""
+        self.sent = 0
         self._run_id = run_id
         self._done = threading.Event()
+        self._make = make or drill_rows(np.random.default_rng(0))
         settings = RingSettings(num_slots=4, slot_bytes=2**20)
-        self._channel = OperatorChannel.create(run_id, wire_columns(DrillTask()), settings, backpressure="drop_newest")
+        columns = columns or wire_columns(DrillTask())
+        self._channel = OperatorChannel.create(run_id, columns, settings, backpressure="drop_newest")
         self.start()
 
     @property
@@ -100,20 +116,15 @@ class Feeding(threading.Thread):
         return self._channel.backlog()
 
     def run(self) -> None:
-        rng = np.random.default_rng(0)
-        features = rng.standard_normal((64, WIDTH)).astype(np.float32)
-        sent = 0
         # At most two batches wait, so that a pause shows soon.
         while not self._done.wait(0.002):
             if self.paused.is_set() or self._channel.backlog() >= 2:
                 continue
-            sent += 1
-            rows: dict[str, Any] = {
-                "eid": [f"{self._run_id}-{sent}-{i}" for i in range(64)], "group": ["g"] * 64,
-                "reward": rng.random(64, np.float32), "features": features,
-            }  # fmt: skip
+            self.sent += 1
+            rows = self._make()
+            eids = [f"{self._run_id}-{self.sent}-{i}" for i in range(len(rows["reward"]))]
             try:
-                self._channel.send(rows, request_id=sent, want_scores=False)
+                self._channel.send({"eid": eids, **rows}, request_id=self.sent, want_scores=False)
             except TransportError as error:
                 # The run has ended and has taken the segment along.
                 self.error = str(error)

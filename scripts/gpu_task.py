@@ -21,13 +21,29 @@ COMMAND_VARIABLE, MEMORY_VARIABLE = "GPU_TASK_COMMAND", "GPU_TASK_MEMORY"
 WIDTH = 1536
 
 
+class MemoryNotes:
+    """Appends PID, time, free bytes of the device and PyTorch's share to the file of $GPU_TASK_MEMORY."""
+
+    def __init__(self) -> None:
+        self._path = os.environ.get(MEMORY_VARIABLE, "")
+        self._noted = time.monotonic()
+
+    def note(self) -> None:
+        if not self._path or time.monotonic() - self._noted < 1.0:
+            return
+        self._noted = time.monotonic()
+        free, _ = torch.cuda.mem_get_info()
+        line = f"{os.getpid()} {time.monotonic():.3f} {free} {torch.cuda.memory_reserved()}\n"
+        with open(self._path, "a") as file:
+            file.write(line)
+
+
 class DrillTask(AuxiliaryTask):
     """Does the reward exceed one half? From a feature vector."""
 
     def __init__(self) -> None:
         self._command = Path(os.environ.get(COMMAND_VARIABLE, os.devnull))
-        self._memory = os.environ.get(MEMORY_VARIABLE, "")
-        self._noted = time.monotonic()
+        self._memory = MemoryNotes()
 
     def columns(self) -> Sequence[Column]:
         return [Column(name="features", source="info.features", shape=(WIDTH,))]
@@ -36,7 +52,7 @@ class DrillTask(AuxiliaryTask):
         return nn.Sequential(nn.Linear(WIDTH, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 1))
 
     def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
-        self._note_memory()
+        self._memory.note()
         logits: Tensor = model(batch["features"]).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, (batch["reward"] > 0.5).float())
         return self._misbehave(loss)
@@ -63,12 +79,3 @@ class DrillTask(AuxiliaryTask):
         while word == "hang":
             a @ a
         return loss
-
-    def _note_memory(self) -> None:
-        if not self._memory or time.monotonic() - self._noted < 1.0:
-            return
-        self._noted = time.monotonic()
-        free, _ = torch.cuda.mem_get_info()
-        line = f"{os.getpid()} {time.monotonic():.3f} {free} {torch.cuda.memory_reserved()}\n"
-        with open(self._memory, "a") as file:
-            file.write(line)

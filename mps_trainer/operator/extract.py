@@ -122,8 +122,7 @@ def _convert(column: Column, value: Any, experience: ExperienceLike) -> tuple[An
         return _absent(column), 0
     if column.kind == "text":
         encoded = str(value).encode()
-        kept = encoded[: column.maximum].decode(errors="ignore")
-        return kept, int(len(encoded) > (column.maximum or 0))
+        return encoded[_kept(column, len(encoded))].decode(errors="ignore"), int(len(encoded) > (column.maximum or 0))
     if column.kind == "scalar":
         number = float(value) if column.dtype.startswith("float") else int(value)
         if not math.isfinite(number):
@@ -141,8 +140,13 @@ def _convert(column: Column, value: Any, experience: ExperienceLike) -> tuple[An
                 "set the width that your workflow stores in task_args (feature_dim for the built-in classifier)",
             )
         return array, 0
+    return array[_kept(column, len(array))], int(len(array) > (column.maximum or 0))
+
+
+def _kept(column: Column, length: int) -> slice:
+    """What stays of a sequence of this length."""
     maximum = column.maximum or 0
-    return array[:maximum], int(len(array) > maximum)
+    return slice(max(length - maximum, 0), None) if column.keep == "last" else slice(maximum)
 
 
 def _not_finite(column: Column, experience: ExperienceLike) -> ExperienceError:

@@ -65,6 +65,7 @@ class BatchReport:
                 "step_ms": round(self._train_ms / len(losses), 3) if losses else None,
                 "scores": quantiles(self._scores),
                 **gauges,
+                "task": self._learner.trainer.metrics(),
             },
         )
         self._forget()

@@ -33,7 +33,7 @@ from mps_trainer.sidecar.replay_memory import check_replay_memory
 from mps_trainer.sidecar.set_aside import SetAside
 from mps_trainer.sidecar.trainer import check_sampling, make_trainer
 from mps_trainer.sidecar.worst_case import worst_case_batch
-from mps_trainer.tasks import AuxiliaryTask, load_task, wire_columns
+from mps_trainer.tasks import AuxiliaryTask, load_task, prepare_task, wire_columns
 
 _log = logging.getLogger(__name__)
 # Of worst-case steps; on a machine that the rollout keeps busy a step takes longer than at the start.
@@ -104,6 +104,7 @@ def prepare(record: RunRecord, settings: Settings, phases: Phases) -> Prepared:
         phases.lap("imports")
         task = load_task(settings.task, settings.task_args)
         columns = wire_columns(task)
+        prepare_task(task)
     check_sampling(task, settings)
     check_replay_memory(columns, settings, record.device)
     prepared = Prepared(task, columns, worst_case_batch(columns, settings.batch_size))

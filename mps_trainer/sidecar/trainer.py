@@ -158,7 +158,16 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)
         self._begin_optimizer()
         self.step = 0
+        # What the task counted of a batch that nobody sent.
+        self.metrics()
         set_random_state(self.device, random)
+
+    def metrics(self) -> dict[str, float]:
+        """The finite ones of the task's own numbers since this was asked last. TaskError when one is no number."""
+        with self._users_code("metrics"):
+            found = {name: float(value) for name, value in self.task.metrics().items()}
+        # JSON has no name for the others.
+        return {name: value for name, value in found.items() if math.isfinite(value)}
 
     def synchronize(self) -> None:
         """Wait until the device has nothing of ours to do."""

@@ -7,13 +7,14 @@
     optimizer   how it learns                                (AdamW unless you say otherwise)
 
 Optional: `predictions` lets the sidecar report the AUC on experiences that it has not trained on; `losses` lets it
-draw those with a high loss more often (`replay.sampling: priority`); `classes` says what `class_balance` balances.
+draw those with a high loss more often (`replay.sampling: priority`); `classes` says what `class_balance` balances;
+`metrics` has numbers of the task's own in each batch's line of metrics.jsonl; `prepare` does slow imports in good time.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,3 +69,13 @@ class AuxiliaryTask(ABC):
         Asked once, when an experience comes in. Unless a task says otherwise, it is whether the reward is above 0.5.
         """
         return batch["reward"] > 0.5
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers of the task's own since this was asked last, for the line of a batch; counted in `loss`, say."""
+        return {}
+
+    def prepare(self) -> None:  # noqa: B027  # optional, so not abstract
+        """What `build_model` needs and needs no GPU, such as slow imports: called before the sidecar has a device.
+
+        A sidecar that shares a GPU may be waited for by an engine while it builds its model. CUDA must not start here.
+        """

@@ -18,6 +18,7 @@ BUILT_IN_TASKS: Mapping[str, str] = {
     "preference_classifier": "mps_trainer.tasks.preference_classifier:PreferenceClassifier",
     "token_outlier": "mps_trainer.tasks.token_outlier:TokenOutlier",
     "pass_rate": "mps_trainer.tasks.pass_rate:PassRate",
+    "reward_model": "mps_trainer.tasks.reward_model:RewardModel",
 }
 
 
@@ -65,6 +66,18 @@ def wire_columns(task: AuxiliaryTask) -> tuple[Column, ...]:
     if twice:
         raise ConfigError(f"task {name} declares the column {twice[0]!r} more than once", "give each its own name")
     return (*IDENTITY_COLUMNS, *own)
+
+
+def prepare_task(task: AuxiliaryTask) -> None:
+    """The task's `prepare`. TaskError when it raises."""
+    try:
+        task.prepare()
+    except MpsTrainerError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"task {type(task).__name__} raised in prepare(): {type(error).__name__}: {error}", "correct prepare()"
+        ) from error
 
 
 def _find_class(name: str) -> Callable[..., AuxiliaryTask]:

@@ -199,7 +199,7 @@ def memory_line(num_bytes: int) -> str:
 def describe_column(column: Column) -> str:
     """One line: `tokens: response_tokens, int32, up to 4096`."""
     shape = {"vector": f", width {column.shape[0] if column.shape else ''}", "scalar": ""}.get(
-        column.kind, f", up to {column.maximum}"
+        column.kind, f", {'the last' if column.keep == 'last' else 'up to'} {column.maximum}"
     )
     optional = "" if column.required else ", optional"
     return f"{column.name}: {column.source}, {column.dtype}{shape}{optional}, {format_size(column.max_row_bytes)}"

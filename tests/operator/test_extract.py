@@ -69,6 +69,21 @@ def test_a_long_sequence_is_cut_and_counted():
     assert out.cut == 1
 
 
+def test_a_column_may_keep_the_end():
+    columns = (
+        Column(name="t", source="tokens", dtype="int32", shape=(None,), maximum=3, keep="last"),
+        Column(name="all", source="tokens", dtype="int32", shape=(None,), maximum=10, keep="last"),
+        Column(name="text", source="info.text", dtype="text", maximum=4, keep="last"),
+    )
+    out = Extractor(columns)([experience(text="a\u00e9bcd")])
+    assert out.rows["t"][0].tolist() == [7, 8, 9]
+    assert out.rows["all"][0].tolist() == list(range(10))
+    assert out.rows["text"] == ["bcd"], "a character that the cut goes through is left out"
+    assert out.cut == 2
+    with pytest.raises(ConfigError, match="keep"):
+        Column(name="t", source="tokens", shape=(None,), maximum=3, keep="middle")
+
+
 @pytest.mark.parametrize(("source", "wanted"), [("batch.reward_mean", [2, 2, 2]), ("group.reward_mean", [1.5, 1.5, 3])])
 def test_means_look_at_the_whole_batch(source, wanted):
     batch = [experience(0, 0, 1.0), experience(0, 1, 2.0), experience(1, 0, 3.0)]

@@ -255,3 +255,20 @@ class KeyOption(broken_tasks.Plain):
 def test_an_optimizer_that_no_checkpoint_holds_fails_in_the_dry_step(task: type[broken_tasks.Plain]) -> None:
     with pytest.raises(TaskError, match="which a checkpoint cannot hold"):
         Trainer(task(), 8, 0).dry_step(worst_case_batch(IDENTITY_COLUMNS, 8))
+
+
+class Counts(broken_tasks.Plain):
+    numbers: dict[str, object] = {}  # noqa: RUF012
+
+    def metrics(self) -> dict[str, float]:
+        return self.numbers  # type: ignore[return-value]
+
+
+def test_a_tasks_own_numbers_are_finite_floats() -> None:
+    trainer = Trainer(Counts(), 8, 0)
+    Counts.numbers = {"pairs": torch.tensor(3), "share": float("nan"), "steps": True}
+    assert trainer.metrics() == {"pairs": 3.0, "steps": 1.0}
+    Counts.numbers = {"pairs": "many"}
+    with pytest.raises(TaskError, match="metrics raised ValueError"):
+        trainer.metrics()
+    assert new_trainer().metrics() == {}

@@ -8,7 +8,7 @@ import torch
 
 from mps_trainer.columns import IDENTITY_COLUMNS, Column
 from mps_trainer.errors import ConfigError, TaskError
-from mps_trainer.tasks import AuxiliaryTask, load_task, wire_columns
+from mps_trainer.tasks import AuxiliaryTask, load_task, prepare_task, wire_columns
 from mps_trainer.tasks.preference_classifier import PreferenceClassifier
 
 MODULE = """
@@ -24,6 +24,8 @@ MODULE = """
         def columns(self): return []
     class Angry(Mine):
         def __init__(self): raise OSError("no file")
+    class Unready(Mine):
+        def prepare(self): raise ImportError("no such library")
     class NoTask: pass
 """
 
@@ -93,3 +95,9 @@ def test_column_names_are_unique() -> None:
         wire_columns(Columns(Column(name="reward", source="reward")))
     with pytest.raises(TaskError, match=r"columns\(\) holds 'x'"):
         wire_columns(Columns("x"))
+
+
+def test_what_goes_wrong_in_prepare_is_the_tasks(module: str) -> None:
+    prepare_task(load_task(f"{module}:Mine", {}))
+    with pytest.raises(TaskError, match=r"Unready raised in prepare\(\): ImportError: no such library"):
+        prepare_task(load_task(f"{module}:Unready", {}))
