@@ -164,19 +164,7 @@ def build_learning(
     replay = ReplayBuffer(columns, settings.replay_capacity, settings.seed, settings.replay_bytes, settings.replay)
     learner = Learner(trainer, replay, settings, staging.start if staging else None)
     run_dir = Path(record.run_dir)
-    found = load_newest(run_dir / "checkpoints", trainer)
-    position = (0, 0)
-    if found is not None:
-        if found.state["columns"] != _describe(columns):
-            raise TaskError(
-                "the task's columns are not those of the run's checkpoint", "start a new run after changing a task"
-            )
-        learner.load_state(found.replay, found.state)
-        position = tuple(found.state["journal"])
-        # The scores of a successor are as old as its weights, and its clock is that of the machine since its start.
-        age_s = max(0.0, time.time() - found.state.get("trained", time.time()))
-        trainer.trained_ns = max(1, time.monotonic_ns() - int(age_s * 1e9))
-        _log.info("resumed from step %d with %d experiences", trainer.step, len(learner.replay))
+    resumed_from, position = _resume(run_dir, learner, columns)
     journal = Journal(run_dir / "journal", *position)
     # A predecessor may have been killed before it did.
     journal.drop_before(oldest_position(run_dir / "checkpoints", position[0]))
@@ -186,11 +174,30 @@ def build_learning(
         journal=journal,
         checkpoint_folder=run_dir / "checkpoints",
         keep_checkpoints=settings.keep_checkpoints,
-        resumed_from=found.state["step"] if found is not None else None,
+        resumed_from=resumed_from,
         ring=ring,
         aside=SetAside(run_dir),
         memory_cap=shared.placement.pool if shared is not None else settings.memory,
     )
+
+
+def _resume(run_dir: Path, learner: Learner, columns: tuple[Column, ...]) -> tuple[int | None, tuple[int, int]]:
+    """Load the newest checkpoint, if there is one: its step, None without, and where the journal goes on."""
+    trainer = learner.trainer
+    found = load_newest(run_dir / "checkpoints", trainer)
+    if found is None:
+        return None, (0, 0)
+    if found.state["columns"] != _describe(columns):
+        raise TaskError(
+            "the task's columns are not those of the run's checkpoint", "start a new run after changing a task"
+        )
+    learner.load_state(found.replay, found.state)
+    # The scores of a successor are as old as its weights, and its clock is that of the machine since its start.
+    age_s = max(0.0, time.time() - found.state.get("trained", time.time()))
+    trainer.trained_ns = max(1, time.monotonic_ns() - int(age_s * 1e9))
+    _log.info("resumed from step %d with %d experiences", trainer.step, len(learner.replay))
+    file, offset = found.state["journal"]
+    return found.state["step"], (file, offset)
 
 
 def _describe(columns: tuple[Column, ...]) -> list[str]:
