@@ -43,7 +43,8 @@ from mps_trainer.launcher.restarts import RestartBudget
 from mps_trainer.launcher.run_locks import hold_run_locks
 from mps_trainer.launcher.run_status import RunStatus
 from mps_trainer.launcher.sidecar_process import SIDECAR_COMMAND, SidecarProcess
-from mps_trainer.launcher.wakeups import Wakeups
+from mps_trainer.launcher.state_watch import StateWatch
+from mps_trainer.launcher.wakeups import Wakeups, listen_early
 from mps_trainer.launcher.watchdog import Watchdog
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, exit_codes
 
@@ -64,6 +65,7 @@ class Supervisor:
         command: Sequence[str] = SIDECAR_COMMAND,
         grace_s: float = GRACE_S,
         share: GpuShare | None = None,
+        place: StateWatch,
     ) -> None:
         self._sidecar: SidecarProcess | None = None
         self._record = record
@@ -78,7 +80,7 @@ class Supervisor:
         self._autopsy = Autopsy(Path(record.run_dir))
         self._watchdog = Watchdog(Path(record.run_dir), float(record.settings["hang_timeout"]))
         self._reported_failure = ("", "")
-        self._wakeups = Wakeups(record.owner_lock, share.look_around if share else lambda: None)
+        self._wakeups = Wakeups(record.owner_lock, share.look_around if share else lambda: None, place.look)
         if share is not None:
             share.wake = self._wakeups.wake
 
@@ -267,6 +269,7 @@ class Supervisor:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the process; see the module's docstring."""
+    listen_early()
     parser = argparse.ArgumentParser(prog="python -m mps_trainer.launcher.supervisor")
     parser.add_argument("--run-file", type=Path, required=True)
     parser.add_argument("--report-fd", type=int)
@@ -287,11 +290,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             share = GpuShare.of_run(record)
             reporter.progress("starting the MPS daemon of this run")
             share.start()
-        supervisor = Supervisor(
-            record, options.run_file, reporter, command=options.sidecar_command, grace_s=options.grace, share=share
-        )
+        place = StateWatch(record, paths, locks)
+        how = {"command": options.sidecar_command, "grace_s": options.grace, "share": share, "place": place}
+        supervisor = Supervisor(record, options.run_file, reporter, **how)
         with serving(record, paths, reporter.progress):
-            return supervisor.run()
+            code = supervisor.run()
+        place.tell(RunStatus(record))
+        return code
     except Exception as error:  # noqa: BLE001  # a process's top level
         return last_words(error, reporter, supervisor.give_up if supervisor else None)
     finally:

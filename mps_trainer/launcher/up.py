@@ -6,6 +6,7 @@ start_run   write and start; when anything fails, nothing of it is left but the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from mps_trainer.config import Settings
 from mps_trainer.errors import ConfigError, RunError
+from mps_trainer.launcher.called_off import CalledOff
 from mps_trainer.launcher.derived_config import DerivedConfig, check_is_ours, derive
 from mps_trainer.launcher.leftovers import remove_leftovers, remove_run
 from mps_trainer.launcher.machine import Machine, read_machine
@@ -134,31 +136,50 @@ def start_run(
     record = _make_record(prepared, prepared.plan, run_id, owner_lock)
     derived = prepared.derived(paths.run_file)
     check_is_ours(derived.path)
+    with CalledOff(run_id) as called_off:
+        supervisor, pid = _start(prepared, record, paths, derived, progress, sidecar_command, grace_s, called_off)
+    return RunHandle(record, paths, prepared.plan, derived, supervisor, pid)
+
+
+def _start(
+    prepared: Prepared,
+    record: RunRecord,
+    paths: RunPaths,
+    derived: DerivedConfig,
+    progress: Progress,
+    sidecar_command: Sequence[str],
+    grace_s: float | None,
+    called_off: CalledOff,
+) -> tuple[subprocess.Popen[bytes], int]:
+    supervisor: subprocess.Popen[bytes] | None = None
+    reading = -1
     locks = take_run_locks(
-        paths, run_id=run_id, config=record.config, derived=record.derived_config, namespace=record.ray_namespace
+        paths, run_id=record.run_id, config=record.config, derived=record.derived_config, namespace=record.ray_namespace
     )
     try:
-        _write_run(prepared, record, paths, derived)
-        progress(f"run {run_id}, folder {record.run_dir}")
-        supervisor, reading = _start_supervisor(record, paths, locks, sidecar_command, grace_s)
-    except BaseException:
-        paths.remove()
-        raise
-    finally:
-        # The supervisor has them now; a copy here would keep a dead run alive.
-        for lock in locks:
-            lock.release()
-    try:
+        try:
+            _write_run(prepared, record, paths, derived)
+            progress(f"run {record.run_id}, folder {record.run_dir}")
+            with called_off.later():
+                supervisor, reading = _start_supervisor(record, paths, locks, sidecar_command, grace_s)
+        finally:
+            # The supervisor has them now; a copy here would keep a dead run alive.
+            for lock in locks:
+                lock.release()
         limit = prepared.settings.ready_timeout + longest_s(record) + _SILENCE_S
-        pid = wait_until_ready(reading, limit, progress, str(Path(record.run_dir) / "supervisor.log"))
+        return supervisor, wait_until_ready(reading, limit, progress, str(Path(record.run_dir) / "supervisor.log"))
     except BaseException:
-        stop(supervisor, grace_s=_SILENCE_S)
-        remove_run(paths, run_id)
-        derived.path.unlink(missing_ok=True)
+        if supervisor is not None:
+            stop(supervisor, grace_s=_SILENCE_S)
+        # What is there may still be that of an earlier run, which names another run file.
+        with contextlib.suppress(OSError, ValueError):
+            if derived.path.read_text() == derived.text:
+                derived.path.unlink()
+        remove_run(paths, record.run_id)
         raise
     finally:
-        os.close(reading)
-    return RunHandle(record, paths, prepared.plan, derived, supervisor, pid)
+        if reading >= 0:
+            os.close(reading)
 
 
 def _make_record(prepared: Prepared, plan: Plan, run_id: str, owner_lock: Path | None) -> RunRecord:

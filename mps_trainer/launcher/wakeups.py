@@ -13,6 +13,15 @@ from pathlib import Path
 from mps_trainer.run import is_held
 
 _CHECK_S = 0.5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_early: list[int] = []
+
+
+def listen_early() -> None:
+    """Keep signals for the `Wakeups` that follow, where this process would just end of them."""
+    _early.clear()
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, _: _early.append(number))
 
 
 class Wakeups:
@@ -21,23 +30,28 @@ class Wakeups:
     Args:
         owner_lock: whose drop ends the run; "" when nobody owns it.
         look: called after each sleep, twice a second at least.
+        why_end: the same; a sentence is a reason to end.
 
     Attributes:
         asked_to_end: why the run shall end, a sentence; "" while it shall not.
     """
 
-    def __init__(self, owner_lock: str, look: Callable[[], object]) -> None:
+    def __init__(self, owner_lock: str, look: Callable[[], object], why_end: Callable[[], str] = lambda: "") -> None:
         self.asked_to_end = ""
         self._owner_lock = Path(owner_lock) if owner_lock else None
         self._look = look
+        self._why_end = why_end
         self._selector = selectors.DefaultSelector()
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
         self._selector.register(self._reading, selectors.EVENT_READ)
         signal.set_wakeup_fd(self._writing)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, self._note_signal)
+        for early in _early:
+            self._note_signal(early, None)
+            self.wake()
         # A handler is needed for the wake-up; the death itself is read from the child.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -65,6 +79,8 @@ class Wakeups:
             os.read(self._reading, 4096)
         if self._owner_lock is not None and not is_held(self._owner_lock):
             self.ask_to_end("the process that owns the run is gone")
+        if why := self._why_end():
+            self.ask_to_end(why)
         self._look()
         return descriptor in ready
 
@@ -82,4 +98,5 @@ class Wakeups:
         return True
 
     def _note_signal(self, number: int, _frame: object) -> None:
-        self.ask_to_end(f"asked with {signal.Signals(number).name}")
+        by = ", as `mps-trainer down` does" if number == signal.SIGTERM else ""
+        self.ask_to_end(f"asked with {signal.Signals(number).name}{by}")

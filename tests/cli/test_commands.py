@@ -198,6 +198,9 @@ def test_doctor_cleans_only_what_dead_runs_left(mps_trainer: Command, tmp_path: 
     answer = mps_trainer("doctor", "--clean")
     assert f"removed {stale}" in answer.stdout
     assert not stale.exists()
+    stale.write_text("{}")
+    assert "leftovers of dead runs removed" in mps_trainer("down").stdout
+    assert not stale.exists()
 
 
 def watch(environment: dict[str, str]) -> subprocess.Popen[str]:
