@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from mps_trainer.columns import IDENTITY_COLUMNS, Array, Column, PackedBatch, PackedColumn
+from mps_trainer.sidecar.worst_case import RUNS
 
 #: fair: what every task must take. The others hold what a column's declaration does not rule out, but its source may.
 Stretch = Literal["fair", "large numbers", "large whole numbers"]
@@ -60,7 +61,8 @@ def _lengths(column: Column, num_rows: int, rng: np.random.Generator, length: in
 
 def _texts(column: Column, num_rows: int, rng: np.random.Generator, length: int | None) -> list[bytes]:
     if column.name in _IDENTITY:
-        return [f"made-up-{i}".encode() for i in range(num_rows)]
+        runs = RUNS if column.name == "group" else 1
+        return [f"made-up-{i // runs}".encode() for i in range(num_rows)]
     lengths = _lengths(column, num_rows, rng, length)
     return [(_CHARACTERS * num_bytes).encode()[:num_bytes] for num_bytes in lengths]
 

@@ -8,6 +8,9 @@ import numpy as np
 
 from mps_trainer.columns import Array, Column, PackedBatch, PackedColumn
 
+#: Runs of one task among made-up experiences, for tasks that compare them.
+RUNS = 4
+
 
 def worst_case_batch(columns: Sequence[Column], num_rows: int) -> PackedBatch:
     """`num_rows` experiences with every sequence at its maximum.
@@ -21,7 +24,9 @@ def worst_case_batch(columns: Sequence[Column], num_rows: int) -> PackedBatch:
 
 def _column(column: Column, num_rows: int, rng: np.random.Generator) -> PackedColumn:
     if column.kind == "text":
-        rows = [f"{i}-made-up-".ljust(column.maximum or 0, "x")[: column.maximum].encode() for i in range(num_rows)]
+        runs = RUNS if column.name == "group" else 1
+        names = [f"{i // runs}-made-up-" for i in range(num_rows)]
+        rows = [name.ljust(column.maximum or 0, "x")[: column.maximum].encode() for name in names]
         offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
         return PackedColumn(np.frombuffer(b"".join(rows), np.uint8), offsets, is_text=True)
     if column.kind == "ragged":

@@ -65,7 +65,7 @@ class RewardModel(AuxiliaryTask):
         min_gap: a pair's rewards differ by more than this.
         center: the weight of the second term of pairwise; 0 leaves it out.
         text: all: prompt and response; response: the response alone.
-        max_tokens: of a longer sequence the last ones are read; the metric `cut` counts such.
+        max_tokens: of a longer sequence the last ones are read; the metric `cut_sequences` counts such.
         micro_batch_size: experiences that are in the model at a time. A larger batch takes more time, not memory.
         lora_rank: of the adapters; 0 trains all weights.
         lora_alpha, lora_dropout: the adapters' factor is alpha / rank.
