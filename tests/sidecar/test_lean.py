@@ -60,7 +60,8 @@ def test_the_default_sidecar_is_a_small_guest(make_run: Any) -> None:
         time.sleep(idle_s)
         idle_share = (cpu_seconds(process) - idle_cpu) / idle_s
     print(
-        f"start {start_s:.1f} s (on the processor {start_cpu:.1f}), resident {resident / 2**20:.0f} MiB (peak {high_water / 2**20:.0f}), "
+        f"start {start_s:.1f} s ({start_cpu:.1f} s of a core), "
+        f"resident {resident / 2**20:.0f} MiB (peak {high_water / 2**20:.0f}), "
         f"{threads} threads, idle {100 * idle_share:.2f} % of a core"
     )
     assert start_cpu < 12
