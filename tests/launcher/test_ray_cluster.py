@@ -30,10 +30,12 @@ def ray_processes(folder: str) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_a_private_ray_answers_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    before = set(Path("/tmp").glob("mpst-ray-*"))
+    # Others may make such folders meanwhile.
+    ours = Path(f"/tmp/mpst-ray-{os.getpid()}-*")
+    monkeypatch.setattr(ray_cluster, "RAY_FOLDERS", ours)
     lines: list[str] = []
     with use_ray("private", "auto", lines.append, tmp_path) as ray:
-        [folder] = set(Path("/tmp").glob("mpst-ray-*")) - before
+        [folder] = ours.parent.glob(ours.name)
         status = subprocess.run(
             [find_executable("ray"), "status"], env={**os.environ, **ray.environment}, capture_output=True, timeout=60
         )

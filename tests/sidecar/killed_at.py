@@ -109,7 +109,7 @@ class Killed:
 
 def live(request: dict[str, str]) -> None:
     """What a forked process does."""
-    signal.alarm(60)  # no death: the test is told SIGALRM
+    signal.alarm(120)  # no death: the test is told SIGALRM
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, target in ((nothing, 0), (log, 1), (log, 2)):

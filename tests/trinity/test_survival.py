@@ -53,13 +53,16 @@ def config(trinity_run: TrinityRun):
     )
 
 
-def test_no_sidecar_at_all(trinity_run: TrinityRun, config) -> None:
+def test_no_sidecar_at_all(trinity_run: TrinityRun) -> None:
+    steps = 10
+    block = operator(use="filter", filter={"value": 0.1}, min_version=1)
+    config = trinity_run.write_config("explore", operators=[block], steps=steps, tasks=TASKS, repeats=REPEATS)
     with trinity_run.engine(config):
         outcome = trinity_run.run(config)
     assert not outcome.error_lines(), outcome.report()
-    assert len(outcome.rows()) == STEPS * BATCH, "an absent sidecar must not cost an experience"
-    assert metric(outcome, "connected") == [0.0] * STEPS
-    assert metric(outcome, "kept") == [float(BATCH)] * STEPS
+    assert len(outcome.rows()) == steps * BATCH, "an absent sidecar must not cost an experience"
+    assert metric(outcome, "connected") == [0.0] * steps
+    assert metric(outcome, "kept") == [float(BATCH)] * steps
 
 
 def test_a_killed_sidecar_is_restarted_and_goes_on(trinity_run: TrinityRun, config) -> None:
