@@ -19,8 +19,6 @@ locks drop, and the sidecar ends in order by itself. It imports neither torch no
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import signal
 import sys
@@ -44,13 +42,12 @@ from mps_trainer.launcher.run_locks import hold_run_locks
 from mps_trainer.launcher.run_status import RunStatus
 from mps_trainer.launcher.sidecar_process import SIDECAR_COMMAND, SidecarProcess
 from mps_trainer.launcher.state_watch import StateWatch
+from mps_trainer.launcher.supervisor_options import GRACE_S, parse_options
 from mps_trainer.launcher.wakeups import Wakeups, listen_early
 from mps_trainer.launcher.watchdog import Watchdog
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, State, exit_codes
 
 log = logging.getLogger("mps_trainer.supervisor")
-
-GRACE_S = 30.0
 
 
 class Supervisor:
@@ -270,13 +267,7 @@ class Supervisor:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the process; see the module's docstring."""
     listen_early()
-    parser = argparse.ArgumentParser(prog="python -m mps_trainer.launcher.supervisor")
-    parser.add_argument("--run-file", type=Path, required=True)
-    parser.add_argument("--report-fd", type=int)
-    parser.add_argument("--lock-fd", type=int, action="append", default=[])
-    parser.add_argument("--grace", type=float, default=GRACE_S)
-    parser.add_argument("--sidecar-command", type=json.loads, default=list(SIDECAR_COMMAND))
-    options = parser.parse_args(argv)
+    options = parse_options(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     reporter = Reporter(options.report_fd)
     paths = RunPaths(options.run_file)
@@ -291,8 +282,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             reporter.progress("starting the MPS daemon of this run")
             share.start()
         place = StateWatch(record, paths, locks)
-        how = {"command": options.sidecar_command, "grace_s": options.grace, "share": share, "place": place}
-        supervisor = Supervisor(record, options.run_file, reporter, **how)
+        supervisor = Supervisor(
+            record, options.run_file, reporter,
+            command=options.sidecar_command, grace_s=options.grace, share=share, place=place,
+        )  # fmt: skip
         with serving(record, paths, reporter.progress):
             code = supervisor.run()
         place.tell(RunStatus(record))

@@ -80,31 +80,47 @@ def test_a_killed_reader_gives_its_record_back_to_its_successor(run_id):
     assert leftovers(run_id) == []
 
 
-def test_waiting_for_scores_ends_when_the_sidecar_dies(run_id):
-    with OperatorChannel.create(run_id, COLUMNS, SMALL) as channel:
-        child = idle_sidecar(run_id)
-        child.line()
-        send(channel, 1, want_scores=True)
-        assert child.line() == "1"
-        threading.Timer(0.1, child.kill, kwargs={"reap": False}).start()
-        start = time.monotonic()
-        assert channel.receive_scores(1, 30.0) is None
-        assert time.monotonic() - start < 5
-        child.wait()
+def soonest(trial, limit_s):
+    """The shortest time of up to three trials: the machine may be busy for a moment, the promise is about us."""
+    took = []
+    while len(took) < 3 and (not took or min(took) >= limit_s):
+        took.append(trial())
+    return min(took)
 
 
-def test_waiting_for_room_ends_when_the_sidecar_dies(run_id):
-    with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=30.0) as channel:
-        child = idle_sidecar(run_id)
-        child.line()
-        for i in range(1, 5):
-            send(channel, i)
-        assert child.line() == "1"
-        threading.Timer(0.1, child.kill, kwargs={"reap": False}).start()
-        start = time.monotonic()
-        assert send(channel, 5).rows_dropped == 2
-        assert time.monotonic() - start < 5
-        child.wait()
+def test_waiting_for_scores_ends_within_a_second_when_the_sidecar_dies(run_id):
+    def trial():
+        with OperatorChannel.create(run_id, COLUMNS, SMALL) as channel:
+            child = idle_sidecar(run_id)
+            child.line()
+            send(channel, 1, want_scores=True)
+            assert child.line() == "1"
+            threading.Timer(0.1, child.kill, kwargs={"reap": False}).start()
+            start = time.monotonic()
+            assert channel.receive_scores(1, 30.0) is None
+            took_s = time.monotonic() - start
+            child.wait()
+            return took_s
+
+    assert soonest(trial, 1.1) < 1.1
+
+
+def test_waiting_for_room_ends_within_a_second_when_the_sidecar_dies(run_id):
+    def trial():
+        with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=30.0) as channel:
+            child = idle_sidecar(run_id)
+            child.line()
+            for i in range(1, 5):
+                send(channel, i)
+            assert child.line() == "1"
+            threading.Timer(0.1, child.kill, kwargs={"reap": False}).start()
+            start = time.monotonic()
+            assert send(channel, 5).rows_dropped == 2
+            took_s = time.monotonic() - start
+            child.wait()
+            return took_s
+
+    assert soonest(trial, 1.5) < 1.5
 
 
 def test_a_restarted_sidecar_goes_on_with_a_living_operator(run_id):
