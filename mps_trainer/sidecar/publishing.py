@@ -10,7 +10,7 @@ import logging
 import time
 
 from mps_trainer.config import Settings
-from mps_trainer.errors import PlacementError, TransportError
+from mps_trainer.errors import PlacementError, TaskError, TransportError
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.tasks.model_weights import describe_weights, weights_bytes
 from mps_trainer.transport import WeightsWriter
@@ -69,6 +69,11 @@ class Publisher(Snapshots):
             if not self._said:
                 _log.warning("the weights of step %d were not published: %s", trainer.step, error)
             self._said = True
+        except ValueError as error:
+            raise TaskError(
+                f"the tensors of the model are not those that it had at the start: {error}",
+                "keep their shapes and types while it trains, or use score_where: sidecar",
+            ) from error
         now = time.monotonic()
         self._next = now + max(self._every_s, (now - begin) / _SHARE)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ def describe_weights(model: nn.Module) -> list[WeightsEntry]:
     return [_entry(name, value) for name, value in model.state_dict().items()]
 
 
-def weights_bytes(model: nn.Module) -> list[memoryview]:
-    """The bytes of each tensor, in the order of `describe_weights`; copied from the GPU, views on the CPU."""
-    return [_bytes(value) for value in model.state_dict().values()]
+def weights_bytes(model: nn.Module) -> Iterator[memoryview]:
+    """The bytes of each tensor as `describe_weights` orders them; copied from the GPU one by one, views on the CPU."""
+    return map(_bytes, model.state_dict().values())
 
 
 def load_weights(model: nn.Module, tensors: Iterable[tuple[WeightsEntry, memoryview]]) -> None:

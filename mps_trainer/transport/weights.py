@@ -17,7 +17,7 @@ import secrets
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mps_trainer.errors import CorruptRecordError, TransportError
@@ -74,13 +74,14 @@ class WeightsWriter:
         """What it takes of /dev/shm."""
         return self._header.file_bytes
 
-    def publish(self, tensors: Sequence[memoryview], *, version: int, trained_ns: int) -> None:
+    def publish(self, tensors: Iterable[memoryview], *, version: int, trained_ns: int) -> None:
         """Write a snapshot and make it the current one.
 
         Args:
-            tensors: the bytes of each entry, one-dimensional.
+            tensors: the bytes of each entry, one-dimensional; taken one by one.
 
-        Raises TransportError when the file was removed and cannot be made again.
+        Raises TransportError when the file was removed and cannot be made again, ValueError when the tensors are not
+        those of the entries. Whatever is raised, the snapshot before stays.
         """
         if weights_file.is_unlinked(self._file):
             # A logout with RemoveIPC, or a hand: nobody could find what is written there.

@@ -165,6 +165,20 @@ def test_a_state_that_is_no_tensor_is_refused_by_name() -> None:
         describe_weights(nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]))
 
 
+def test_a_model_that_changes_its_shape_is_named_and_harms_no_snapshot(run_id: str) -> None:
+    trainer = Trainer(Sum(), 8, 0)
+    publisher = Publisher(trainer, run_id, 0.0)
+    publisher.publish()
+    trainer.model.weight = nn.Parameter(torch.ones(5))
+    with pytest.raises(TaskError, match="not those that it had at the start: weight has 20 bytes"):
+        publisher.publish()
+    scorer = SnapshotScorer(Sum(), wire_columns(Sum()), run_id, 8)
+    assert scorer.refresh()
+    np.testing.assert_array_equal(scorer.score(ROWS, FAR), [2, 6])
+    scorer.close()
+    publisher.close()
+
+
 def test_tied_weights_travel_too() -> None:
     model, other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
