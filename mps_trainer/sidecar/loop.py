@@ -217,10 +217,10 @@ class Sidecar:
             self._aside.before_step(self._learner)
             if not self._learner.steps_due:
                 break
+            self._picture.refresh(amid_steps=True)
             begin = time.monotonic()
             loss = self._learner.train_step()
             self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
-            self._picture.refresh()
         self._report.write(self._learner.close_batch(), self._picture.gauges())
         self._picture.save()
         large = not self._behind and self._journal.nbytes > _MAX_JOURNAL_BYTES
