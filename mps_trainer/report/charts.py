@@ -166,10 +166,12 @@ def _backlog(data: Data) -> Chart:
 
 def _latency(data: Data) -> Chart:
     title, caption = "Score latency", "From a request for scores to the scores, as the operator saw it."
-    lines = lines_with(data.operator, "score_wait_ms")
+    # With scores of the operator's own there is no wait, only what they took.
+    name = "score_latency_ms" if lines_with(data.operator, "score_latency_ms") else "score_wait_ms"
+    lines = lines_with(data.operator, name)
     if not lines:
         return Chart(title, caption, nothing="No scores were asked for (use: feed), or none came.")
-    waits = column(lines, "score_wait_ms")
+    waits = column(lines, name)
     ordered = sorted(waits)
     drawing = Drawing("latency")
     with drawing as axis:

@@ -115,8 +115,8 @@ _NUMBERS = (
     "step_ms", "learning_rate",
 )  # fmt: skip
 _OPERATOR_NUMBERS = (
-    "t", "score_wait_ms", "score_age_s", "late", "scored", "score_too_early", "filter_limit", "reward_mean",
-    "reward_mean_kept",
+    "t", "score_wait_ms", "score_latency_ms", "score_age_s", "late", "scored", "score_too_early", "filter_limit",
+    "reward_mean", "reward_mean_kept",
 )  # fmt: skip
 _OF_BATCH = {
     **dict.fromkeys(_NUMBERS, is_number),

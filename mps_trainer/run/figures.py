@@ -76,8 +76,8 @@ class Watcher:
             self._take(line)
         for line in self._operator.read():
             self._last = line
-            if (wait := _number(line, "score_wait_ms")) is not None:
-                self._waits.append(wait)
+            waits_ms = (_number(line, name) for name in ("score_latency_ms", "score_wait_ms"))
+            self._waits.extend([ms for ms in waits_ms if ms is not None][:1])
         status, waits = self._status, sorted(self._waits)
         own = _scores_of(status)
         return Figures(

@@ -21,6 +21,7 @@ Before each record and step the file `doing` says what comes; what killed a pred
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -83,7 +84,8 @@ class Sidecar:
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         self._dropped = Dropped(self._hub)
         self._picture = Picture(own, learning, self._hub, self._dropped, self._answering)
-        self._steps = Steps(self._learner, self._aside, self._report, after=self._picture.refresh)
+        look = functools.partial(self._picture.refresh, amid_steps=True)
+        self._steps = Steps(self._learner, self._aside, self._report, before=look)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._tried_at_step = self._trainer.step
         self._behind = True

@@ -18,6 +18,8 @@ from mps_trainer.transport import SidecarHub
 
 #: Seconds between two pictures while nothing changes the state. One costs about 0.2 ms.
 _EVERY_S = 1.0
+# Who waits for these wants the batch to be done, its line in metrics.jsonl included.
+_OF_WHOLE_BATCHES = ("batches", "experiences", "duplicates", "scored", "auc", "first_auc")
 
 
 class Picture:
@@ -54,12 +56,14 @@ class Picture:
         self._own.status.state = state
         self.save()
 
-    def save(self) -> None:
-        """Write status.json."""
+    def save(self, *, amid_steps: bool = False) -> None:
+        """Write status.json. Amid a batch's steps nothing of that batch is counted yet but the steps."""
         status, learner, ring = self._own.status, self._learning.learner, self._learning.ring
         gauges = self.gauges()
         lost = gauges.pop("dropped")
         values = {**dataclasses.asdict(learner.counters), **gauges, "lost_oldest": lost["oldest"]}
+        if amid_steps:
+            values = {name: value for name, value in values.items() if name not in _OF_WHOLE_BATCHES}
         for name, value in values.items():
             setattr(status, name, value)
         status.lost_newest = lost["newest"]
@@ -72,10 +76,10 @@ class Picture:
         status.ring_registered = ring.registered if ring is not None else None
         self._own.save_status()
 
-    def refresh(self) -> None:
+    def refresh(self, *, amid_steps: bool = False) -> None:
         """Save if the last time is a while ago; cheap otherwise."""
         if time.monotonic() - self._own.saved_at > _EVERY_S:
-            self.save()
+            self.save(amid_steps=amid_steps)
 
 
 def _device_bytes(device: torch.device) -> int | None:

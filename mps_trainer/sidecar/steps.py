@@ -14,16 +14,16 @@ class Steps:
     """Takes steps of a learner; each ends before anybody is asked again whether to stop.
 
     Args:
-        after: called after each.
+        before: called before each.
     """
 
     def __init__(
-        self, learner: Learner, aside: SetAside, report: BatchReport, after: Callable[[], object] = lambda: None
+        self, learner: Learner, aside: SetAside, report: BatchReport, before: Callable[[], object] = lambda: None
     ) -> None:
         self._learner = learner
         self._aside = aside
         self._report = report
-        self._after = after
+        self._before = before
 
     def take_due(self, stop: Callable[[], bool]) -> bool:
         """The steps that are due, until `stop`; whether none is left."""
@@ -42,7 +42,7 @@ class Steps:
             self._take()
 
     def _take(self) -> None:
+        self._before()
         begin = time.monotonic()
         loss = self._learner.train_step()
         self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
-        self._after()
