@@ -69,8 +69,9 @@ def page() -> str:
 
 TASKS_HEAD = """# Built-in tasks
 
-Name one with `task:`, and its arguments under `task_args:`. When each fits, what its score means and a config: the pages in
-`docs/tasks/`. A task of your own: `docs/write_a_task.md`. This page is generated: `python scripts/settings_reference.py`.
+Name one with `task:`, and its arguments under `task_args:`. When each fits, what its score means and a config: the
+pages in `docs/tasks/`. A task of your own: `docs/write_a_task.md`. This page is generated:
+`python scripts/settings_reference.py`.
 """
 
 
