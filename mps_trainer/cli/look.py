@@ -73,7 +73,7 @@ def plan(config: ConfigArgument) -> None:
     Example: mps-trainer plan trinity.yaml
     """
     prepared = prepare(config)
-    show.line("settings (of the operator's args; * differs from the default)", style="bold")
+    show.line("settings (of the operator's args; * is not the default: set by you, or decided here)", style="bold")
     _print_settings(prepared.settings)
     show.line()
     if prepared.plan is None:

@@ -74,7 +74,7 @@ def rows(subject: Subject, figures: Figures, *, alive: bool) -> list[Row]:
         *head,
         ("state", _state(status, alive), _STATE_STYLES.get(status.state, _TROUBLE) if alive else ""),
         *([("speed", _speed(figures), "")] if alive else []),
-        ("learned", f"{status.version:,} steps on {_count(status.experiences, 'experience')}, {_batches(status)}", ""),
+        ("learned", _learned(status, alive), ""),
         ("loss", _course(status.loss, status.first_loss, figures.losses), ""),
         ("AUC", _course(status.auc, status.first_auc, figures.aucs), ""),
         ("backlog", _backlog(status), _TROUBLE if status.backlog_age_s > _OLD_S else ""),
@@ -137,6 +137,12 @@ def _state(status: Status, alive: bool) -> str:
 def _speed(figures: Figures) -> str:
     speeds = f"{_per_s(figures.steps_per_s)} steps/s, {_per_s(figures.experiences_per_s)} experiences/s"
     return f"{speeds} (last 30 s)"
+
+
+def _learned(status: Status, alive: bool) -> str:
+    if alive and not status.batches:
+        return "no batch yet (Trinity takes a minute or more to its first one)"
+    return f"{status.version:,} steps on {_count(status.experiences, 'experience')}, {_batches(status)}"
 
 
 def _batches(status: Status) -> str:

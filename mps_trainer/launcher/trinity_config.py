@@ -22,10 +22,11 @@ OPERATORS_KEY = "data_processor.experience_pipeline.operators"
 OPERATOR_NAME = "mps_trainer.operator.AuxTrainer"
 OPERATOR_NAMES = (OPERATOR_NAME, "aux_trainer")
 
-FOUR_LINES = f"""data_processor:
+OPERATOR_LINES = f"""data_processor:
   experience_pipeline:
     operators:
-      - name: {OPERATOR_NAME}"""
+      - name: {OPERATOR_NAME}
+        args: {{task: preference_classifier, use: feed}}"""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def _require_file(path: Path) -> None:
 def _our_block(tree: DictConfig, path: Path) -> tuple[int, dict[str, Any]]:
     operators = _get(tree, OPERATORS_KEY, None)
     if operators is not None and not isinstance(operators, ListConfig):
-        raise ConfigError(f"{OPERATORS_KEY} in {path.name} is no list", f"write it like this:\n{FOUR_LINES}")
+        raise ConfigError(f"{OPERATORS_KEY} in {path.name} is no list", f"write it like this:\n{OPERATOR_LINES}")
     names = [str(_get(tree, f"{OPERATORS_KEY}[{index}].name", "")) for index in range(len(operators or ()))]
     ours = [index for index, name in enumerate(names) if name in OPERATOR_NAMES]
     if not ours and _get(tree, "stages", None):
@@ -144,7 +145,7 @@ def _our_block(tree: DictConfig, path: Path) -> tuple[int, dict[str, Any]]:
         there = f"; the operators there are {', '.join(names)}" if names else "; it has no operators at all"
         raise ConfigError(
             f"{path.name} has no operator {OPERATOR_NAME} at {OPERATORS_KEY}{there}",
-            f"add these lines (or add ours to your list):\n{FOUR_LINES}",
+            f"add these lines (or add ours to your list):\n{OPERATOR_LINES}",
         )
     if len(ours) > 1:
         places = " and ".join(f"operators[{index}]" for index in ours)

@@ -96,7 +96,7 @@ def _find_class(name: str) -> Callable[..., AuxiliaryTask]:
     if not _is_task(found):
         raise TaskError(
             f"task {name!r} is {found!r}, which is no subclass of AuxiliaryTask",
-            f"write `class {class_name}(mps_trainer.AuxiliaryTask)` and its five parts",
+            f"write `class {class_name}(mps_trainer.AuxiliaryTask)` and its columns, build_model, loss and score",
         )
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
