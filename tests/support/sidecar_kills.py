@@ -157,7 +157,7 @@ def _kill(
 ) -> int:
     with run.channel(num_slots=4, slot_bytes=2**16, block_timeout_s=LIMIT_S) as channel:
         # Training between batches needs something between them.
-        pause_s = 0.05 if run.settings.schedule.train == "continuous" else 0.0
+        pause_s = 0.3 if run.settings.schedule.train == "continuous" else 0.0
         sender, before = _Sender(channel, pause_s), 0
         try:
             for kill in range(kills):
