@@ -144,7 +144,9 @@ def serve_rest(host: Host, write: int) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with os.fdopen(write, "w", buffering=1) as answers:
         answers.write(json.dumps({"port": listener.getsockname()[1]}) + "\n")
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+    # The operator's connection rests between two windows, for longer than uvicorn's five seconds.
+    config = uvicorn.Config(app, log_level="warning", timeout_keep_alive=24 * 3600)
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 def main() -> int:

@@ -19,7 +19,8 @@ Medians over rounds (min..max). `rollout kept`: the solo rollout's time to the l
 arm's, of the same round. `of dedicated`: training steps per second of the whole window, gaps included, over those of
 the trainer of `{alone}` without a rollout. `experiences per 1 % lost`: experiences trained per second for each percent
 of the rollout that is lost; "-" where no loss can be told from none. CPU: seconds used per second. Every arm's trainer
-is fed without a pause, so these are its limits and not what a run needs."""
+is fed without a pause, so these are its limits and not what a run needs. Scores wait for the training that is under
+way and, in the ring, for the record before them; in `cpu-in-operator` that wait is the batch's own and not in them."""
 
 
 def page(results: Mapping[str, Any]) -> str:
