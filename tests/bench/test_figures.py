@@ -29,12 +29,7 @@ def two_arms(name: str = "sidecar-cpu", **more: Any) -> list[dict[str, Any]]:
 
 def test_shares_are_of_the_same_round() -> None:
     row = rows_of(two_arms())["sidecar-cpu"]
-    assert row["rollout_kept"] == {
-        "median": pytest.approx(0.8),
-        "min": pytest.approx(0.8),
-        "max": pytest.approx(0.8),
-        "n": 3,
-    }
+    assert row["rollout_kept"] == pytest.approx({"median": 0.8, "min": 0.8, "max": 0.8, "n": 3})
     assert row["tokens_per_s"]["median"] == pytest.approx(80)
     assert row["batch_s"]["max"] == pytest.approx(2.5)
     # 35 steps in 1.75 s, gap included, are 20 a second.

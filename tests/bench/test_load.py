@@ -55,9 +55,10 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert not found.batches[0].arrives_at_once
 
 
-@pytest.mark.parametrize(
-    "line", ["{", '{"batch": 0}', '{"batch": 0, "arrival_s": 0, "prompt_tokens": 0, "response_tokens": 1}']
-)
+NO_PROMPT = '{"batch": 0, "arrival_s": 0, "prompt_tokens": 0, "response_tokens": 1}'
+
+
+@pytest.mark.parametrize("line", ["{", '{"batch": 0}', NO_PROMPT])
 def test_a_line_that_is_no_rollout_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "t").write_text(f"\n{line}\n")
     with pytest.raises(ConfigError, match="line 2"):
