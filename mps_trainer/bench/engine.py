@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from mps_trainer.bench.load import Batch
+from mps_trainer.bench.trainers import process_tree
 from mps_trainer.errors import RunError
 from mps_trainer.launcher.process import describe_exit, spawn, stop
 
@@ -103,8 +106,13 @@ class EngineProcess:
         if self._asking >= 0:
             os.close(self._asking)
             self._asking = -1
+            # vLLM's own children end with their parent as a rule; psutil never takes a successor's PID for theirs.
+            children = process_tree([self.pid])[1:]
             stop(self._child, grace_s=20.0, gpu_drain_s=2.5)
             os.close(self._answers)
+            for child in psutil.wait_procs(children, timeout=10.0)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.terminate()
 
     def _read(self, timeout_s: float, what: str) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s

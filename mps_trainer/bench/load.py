@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,8 @@ def long_tailed(shape: Shape, count: int, gap: float, seed: int = 0) -> Load:
 def read_trace(path: Path) -> Load:
     """A recorded load: JSON lines of {"batch", "arrival_s", "prompt_tokens", "response_tokens", "gap_s"}.
 
-    `arrival_s` counts from the begin of the batch; `gap_s`, on any line of a batch, is the silence after it.
+    `arrival_s` counts from the begin of the batch; `gap_s`, on any line of a batch, is the silence after it. A file of
+    `mps-trainer record` will do too: it holds the lengths of a real run, and no times.
     """
     batches: dict[int, list[Request]] = {}
     gaps: dict[int, float] = {}
@@ -110,8 +112,7 @@ def read_trace(path: Path) -> Load:
             continue
         try:
             row = json.loads(line)
-            batch = int(row["batch"])
-            request = Request(float(row["arrival_s"]), int(row["prompt_tokens"]), int(row["response_tokens"]))
+            batch, request = int(row["batch"]), _request(row)
             gaps[batch] = max(gaps.get(batch, 0.0), float(row.get("gap_s", 0.0)))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
@@ -127,6 +128,13 @@ def read_trace(path: Path) -> Load:
         f"trace {path.name}",
         tuple(Batch(i, 7000 + i, tuple(batches[key]), gaps[key]) for i, key in enumerate(sorted(batches))),
     )
+
+
+def _request(row: dict[str, Any]) -> Request:
+    if "tokens" in row:
+        prompt = int(row["prompt_length"])
+        return Request(0.0, prompt, len(row["tokens"]) - prompt)
+    return Request(float(row["arrival_s"]), int(row["prompt_tokens"]), int(row["response_tokens"]))
 
 
 def write_trace(load: Load, path: Path) -> None:

@@ -55,6 +55,13 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert not found.batches[0].arrives_at_once
 
 
+def test_a_recording_of_a_real_run_gives_its_lengths() -> None:
+    load = read_trace(Path(__file__).parents[2] / "examples/port_your_operator/experiences.jsonl")
+    assert len(load.batches) > 1
+    assert {request.prompt_tokens for batch in load.batches for request in batch.requests} == {2}
+    assert all(batch.arrives_at_once for batch in load.batches)
+
+
 NO_PROMPT = '{"batch": 0, "arrival_s": 0, "prompt_tokens": 0, "response_tokens": 1}'
 
 
