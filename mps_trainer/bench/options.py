@@ -19,7 +19,7 @@ _TINY = {
 }  # fmt: skip
 #: For a CPU that is not in a hurry; 256 sequences are for a GPU.
 _CPU = {"sequences": 16, "prompt_tokens": 32, "median_tokens": 48, "longest_tokens": 256}
-_GPU = {"sequences": 256, "prompt_tokens": 128, "median_tokens": 256, "longest_tokens": 1024}
+_GPU = {"sequences": 256, "prompt_tokens": 128, "median_tokens": 256, "longest_tokens": 768, "batches": 1}
 
 
 def _cores(text: str) -> tuple[int, ...]:
@@ -49,15 +49,17 @@ def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     p.add_argument("--arms", type=_names, help=f"some of {', '.join(BY_NAME)}; all that can run by default")
     p.add_argument("--tasks", type=_names, help=f"some of {', '.join(WORKS)} (default A), one session each")
     p.add_argument("--task-args", type=json.loads, default={}, help='JSON by task: {"B": {"layers": 2, "width": 128}}')
-    p.add_argument("--train-steps", type=int, help="training steps for each record that reaches the trainer")
+    p.add_argument(
+        "--train-steps", type=int, help="for each record that reaches the trainer (A: 64 on a GPU, 16 on a CPU)"
+    )
     p.add_argument("--rounds", type=int, help="windows of each arm, interleaved (default 5)")
-    p.add_argument("--batches", type=int, help="rollout batches in a window (default 2)")
+    p.add_argument("--batches", type=int, help="rollout batches in a window (1 on a GPU, 2 on a CPU)")
     p.add_argument("--gap", type=_shares, help="silent shares of the cycle (default 0,0.1,0.3)")
     p.add_argument("--trace", type=Path, help="a recorded load, measured beside the gaps (docs/benchmark.md)")
     p.add_argument("--sequences", type=int, help="rollouts in a batch (256 on a GPU, 16 on a CPU)")
     p.add_argument("--prompt-tokens", type=int, help="of each rollout (128, 32)")
     p.add_argument("--median-tokens", type=int, help="of the responses (256, 48)")
-    p.add_argument("--longest-tokens", type=int, help="of the longest response of each batch (1024, 256)")
+    p.add_argument("--longest-tokens", type=int, help="of the longest response of each batch (768, 256)")
     p.add_argument("--spread", type=float, default=0.6, help="standard deviation of the log of a response's length")
     p.add_argument(
         "--shape", choices=tuple(SHAPES), default="7B", help="of the vLLM model, Qwen2.5 with random weights"
@@ -99,8 +101,8 @@ def complete(options: argparse.Namespace, *, vllm: bool) -> None:
     """Fill in the defaults of an engine; `--tiny` makes all of it small."""
     options.engine = "vllm" if vllm else "tiny"
     defaults: dict[str, Any] = {
-        **(_GPU if vllm else _CPU), "tasks": "A", "gap": "0,0.1,0.3", "rounds": 5, "batches": 2, "tiny_width": 512,
-        "tiny_layers": 2, "warmup": 2, "closing": 3, "dedicated_s": 5.0,
+        "tasks": "A", "gap": "0,0.1,0.3", "rounds": 5, "batches": 2, "tiny_width": 512, "tiny_layers": 2, "warmup": 2,
+        "closing": 3, "dedicated_s": 5.0, **(_GPU if vllm else _CPU),
     }  # fmt: skip
     if options.tiny:
         defaults |= _TINY

@@ -65,4 +65,6 @@ def _legend(axis: Any, arms: Sequence[str], loads: Sequence[str]) -> None:
         axis.plot([], [], "o", color=_COLOURS[name], label=name)
     for load, marker in zip(loads, _MARKERS, strict=False):
         axis.plot([], [], marker, color="#555555", markerfacecolor="none", label=load)
+    if not arms:
+        return
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize=8, frameon=False)

@@ -80,7 +80,10 @@ def prepare(options: Namespace, around: Surroundings | None = None, here: Here |
             f"somebody computes on GPU {gpus[0].index}: PIDs {', '.join(str(p.pid) for p in gpus[0].processes)}",
             "end them or name another GPU with --gpu; beside them nothing measured would mean anything",
         )
-    works = [find_work(name, options.task_args.get(name, {}), options.train_steps) for name in options.tasks]
+    faster = 1 if tiny else 4
+    works = [
+        find_work(name, options.task_args.get(name, {}), options.train_steps, faster=faster) for name in options.tasks
+    ]
     plans = tuple(make_plan(work, arms, loads(options), options, facts) for work in works)
     return Benchmark(options, plans, left_out, () if tiny else gpus, around.nvml.driver)
 
@@ -120,11 +123,16 @@ def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str) -> dict[st
             continue
         setting = Setting(plan, options, folder, benchmark.gpus)
         raw = Session(plan, options, setting, deadline, tell).run()
+        if raw["failed"]:
+            notes.append(f"Task {plan.work.name} ended early: {raw['failed']}")
         rows = figures.figures(raw, batch_size=plan.work.batch_size, engines_here=max(1, len(benchmark.gpus)))
+        broken = raw["failed"] == "interrupted"
         sessions.append(
             {**raw, "rows": rows, "idle": figures.idle_cost(raw["closing"]), "asked": plan.rounds,
              "dedicated": plan.alone.name, "batch_size": plan.work.batch_size}
         )  # fmt: skip
+        if broken:
+            break
     return {
         "command": command, "machine": machine(benchmark), "versions": versions(), "notes": notes,
         "seconds": round(time.monotonic() - begin, 1),
@@ -160,7 +168,8 @@ def right(results: Mapping[str, Any]) -> bool:
     """Whether every arm's outputs were right and every session has a whole round."""
     sessions = results["sessions"]
     return bool(sessions) and all(
-        session["rounds"] and all(row["outputs"]["right"] for row in session["rows"]) for session in sessions
+        session["rounds"] and not session["failed"] and all(row["outputs"]["right"] for row in session["rows"])
+        for session in sessions
     )
 
 

@@ -10,9 +10,8 @@ import os
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from mps_trainer.bench.arms import Arm
@@ -22,11 +21,11 @@ from mps_trainer.bench.meters import Meter
 from mps_trainer.bench.plan import SessionPlan, guess_batch_s
 from mps_trainer.bench.setting import Setting
 from mps_trainer.bench.trainers import Trainer
-from mps_trainer.errors import RunError
+from mps_trainer.errors import MpsTrainerError, RunError
 
 _ENGINE_READY_S = 600.0
 _SILENT_S = 600.0
-_END_S = 10.0
+_END_S = 5.0
 
 Raw = dict[str, Any]
 
@@ -54,18 +53,32 @@ class Session:
         self._alone_s = guess_batch_s(options)
         self._round_s = plan.round_s
         self._done = 0
+        self._end_s = _END_S
 
     def run(self) -> Raw:
-        """Everything measured; `cut` says so when it is less than was asked for."""
-        found: Raw = {"task": self._plan.work.name, "windows": [], "alone": [], "cut": "", "rounds": 0}
+        """Everything measured; `cut` says so when it is less than was asked for, `failed` when something broke.
+
+        Whole rounds are kept, whatever ends the next one; what fails before the first round is raised.
+        """
+        found: Raw = {
+            "task": self._plan.work.name, "windows": [], "alone": [], "cut": "", "failed": "", "rounds": 0,
+            "closing": [],
+        }  # fmt: skip
         with ExitStack() as stack:
             stack.enter_context(self._setting)
             self._start(stack)
             found["engines"] = {name: engine.facts for name, engine in self._engines.items()}
             self._warm_up()
             found["batch_alone_s"] = self._alone_s
-            self._rounds(found)
-            found["closing"] = self._closing()
+            blocks = 2 + (len(self._engines) > 1)
+            self._end_s = _END_S + blocks * self._options.closing * self._alone_s
+            try:
+                self._rounds(found)
+                found["closing"] = self._closing()
+            except (MpsTrainerError, OSError) as error:
+                found["failed"] = f"{type(error).__name__}: {error}"
+            except KeyboardInterrupt:
+                found["failed"] = "interrupted"
         return found
 
     def _start(self, stack: ExitStack) -> None:
@@ -98,7 +111,7 @@ class Session:
     def _rounds(self, found: Raw) -> None:
         for number in range(self._plan.rounds):
             begin = time.monotonic()
-            if begin + self._round_s + _END_S > self._deadline and number:
+            if begin + self._round_s + self._end_s > self._deadline and number:
                 found["cut"] = f"the budget ended after {number} of {self._plan.rounds} rounds"
                 return
             windows: list[Raw] = []
@@ -117,7 +130,7 @@ class Session:
     def _next(self, what: str) -> None:
         self._done += 1
         total = self._plan.windows * self._plan.rounds
-        if time.monotonic() > self._deadline:
+        if time.monotonic() + self._end_s > self._deadline:
             raise OutOfTimeError("the budget ended amid a round")
         self._tell(f"{self._done} of {total} windows: {what}")
 
@@ -197,10 +210,3 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def log_tails(folder: Path, characters: int = 2000) -> Mapping[str, str]:
-    """The ends of all logs, for whoever looks for the reason of a failure."""
-    return {
-        str(p.relative_to(folder)): p.read_text(errors="replace")[-characters:] for p in sorted(folder.rglob("*.log"))
-    }

@@ -68,14 +68,18 @@ WORKS = {
 }
 
 
-def find_work(name: str, task_args: dict[str, Any], steps: int | None) -> Work:
-    """One of `WORKS` with the user's arguments; ConfigError names those that there are."""
+def find_work(name: str, task_args: dict[str, Any], steps: int | None = None, *, faster: int = 1) -> Work:
+    """One of `WORKS` with the user's arguments; ConfigError names those that there are.
+
+    Args:
+        steps: for each record; None for the task's own, times `faster`. Few on a fast device would mean more records
+            than any rollout has, and measure the journal's disk.
+    """
     if name not in WORKS:
         raise ConfigError(f"there is no task {name!r} in the benchmark", f"use some of {', '.join(WORKS)}")
     work = WORKS[name]
-    return Work(
-        name, work.task, {**work.task_args, **task_args}, work.rows, work.batch_size, steps or work.steps, work.pool
-    )
+    args = {**work.task_args, **task_args}
+    return Work(name, work.task, args, work.rows, work.batch_size, steps or work.steps * faster, work.pool)
 
 
 def made_up(columns: Sequence[Column], count: int, lengths: Sequence[int], prefix: str) -> Iterator[Rows]:

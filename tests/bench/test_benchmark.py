@@ -55,7 +55,7 @@ def test_the_tiny_form_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["A", "preference_classifier"])
 def test_a_record_survives_its_way_through_http(name: str) -> None:
-    work = find_work(name, {}, None)
+    work = find_work(name, {})
     columns = wire_columns(load_task(work.task, work.task_args))
     batch = pack(columns, next(made_up(columns, 5, [1, 3], "p")))
     back = from_body(columns, to_body(batch))

@@ -118,6 +118,15 @@ def test_the_exit_status_tells_wrong_outputs() -> None:
     assert right(results_of(two_arms()))
     assert not right(results_of(two_arms(batch={"digest": "x"})))
     assert not right({"sessions": []})
+    broken = results_of(two_arms())
+    broken["sessions"][0]["failed"] = "the engine has ended"
+    assert not right(broken)
+
+
+def test_a_session_without_a_whole_round_has_a_page_and_a_picture(tmp_path: Any) -> None:
+    results = results_of([])
+    assert "## Task A" in page(results)
+    draw(results["sessions"], "", tmp_path / "empty.png")
 
 
 def test_the_picture_is_drawn(tmp_path: Any) -> None:

@@ -74,7 +74,7 @@ def test_a_line_that_is_no_rollout_is_named(tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize("name", WORKS)
 def test_made_up_experiences_fit_the_columns_and_have_new_ids(name: str) -> None:
-    work = find_work(name, {}, None)
+    work = find_work(name, {})
     columns = wire_columns(load_task(work.task, work.task_args))
     records = list(itertools.islice(made_up(columns, 8, [3, 5000], "p"), 6))
     assert len({eid for rows in records for eid in rows["eid"]}) == 48
@@ -91,5 +91,5 @@ def test_made_up_experiences_fit_the_columns_and_have_new_ids(name: str) -> None
 
 def test_an_unknown_task_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError, match="there is no task 'C'") as caught:
-        find_work("C", {}, None)
+        find_work("C", {})
     assert "preference_classifier" in caught.value.todo

@@ -121,7 +121,7 @@ def test_the_variables_of_an_mps_sidecar_by_arm(tmp_path: Path, monkeypatch: pyt
 def test_the_spec_of_a_vllm_engine_holds_the_longest_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting, _ = made(tmp_path, monkeypatch)
     spec = setting.engine_spec("client")
-    assert (spec["kind"], spec["shape"], spec["sequences"], spec["longest"]) == ("vllm", "7B", 256, 128 + 1024)
+    assert (spec["kind"], spec["shape"], spec["sequences"], spec["longest"]) == ("vllm", "7B", 256, 128 + 768)
 
 
 def test_without_a_gpu_the_other_arms_are_left_out_with_the_reason() -> None:
