@@ -61,10 +61,14 @@ def _panel(axis: Any, session: Mapping[str, Any]) -> None:
 
 
 def _legend(axis: Any, arms: Sequence[str], loads: Sequence[str]) -> None:
-    for name in arms:
-        axis.plot([], [], "o", color=_COLOURS[name], label=name)
-    for load, marker in zip(loads, _MARKERS, strict=False):
-        axis.plot([], [], marker, color="#555555", markerfacecolor="none", label=load)
     if not arms:
         return
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize=8, frameon=False)
+    style: dict[str, Any] = {"loc": "upper left", "fontsize": 8, "frameon": False, "handletextpad": 0.3}
+    dots = [axis.plot([], [], "o", color=_COLOURS[name], label=name)[0] for name in arms]
+    axis.add_artist(axis.legend(handles=dots, bbox_to_anchor=(0, -0.12), ncols=min(5, len(dots)), **style))
+    rows = -(-len(dots) // 5)
+    shapes = [
+        axis.plot([], [], marker, color="#555555", markerfacecolor="none", label=load)[0]
+        for load, marker in zip(loads, _MARKERS, strict=False)
+    ]
+    axis.legend(handles=shapes, bbox_to_anchor=(0, -0.12 - 0.05 * rows), ncols=5, **style)

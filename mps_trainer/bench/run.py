@@ -27,6 +27,8 @@ from mps_trainer.mps.nvml import GpuFacts
 from mps_trainer.run import STATE_DIR_VARIABLE
 
 Tell = Callable[[str], None]
+# Of the cores: above it others take part in every window.
+_BUSY = 0.3
 _PACKAGES = ("mps-trainer", "torch", "numpy", "pyarrow", "vllm", "fastapi", "uvicorn")
 
 
@@ -117,6 +119,11 @@ def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str) -> dict[st
     notes = (
         [] if benchmark.gpus else ["No GPU: the tiny engine stands in for vLLM. This shows the method, and no speed."]
     )
+    if load_before > _BUSY * (os.cpu_count() or 1):
+        notes.append(
+            f"The machine was busy with other things (load {load_before:.1f} before the start): look at the spread "
+            "before you compare two arms, and measure again when it is quiet."
+        )
     for plan in benchmark.plans:
         if sessions and time.monotonic() + plan.seconds - plan.round_s * (plan.rounds - 1) > deadline:
             notes.append(f"The budget ended before task {plan.work.name}.")
