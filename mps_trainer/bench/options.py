@@ -19,7 +19,8 @@ _TINY = {
 }  # fmt: skip
 #: For a CPU that is not in a hurry; 256 sequences are for a GPU.
 _CPU = {"sequences": 16, "prompt_tokens": 32, "median_tokens": 48, "longest_tokens": 256}
-_GPU = {"sequences": 256, "prompt_tokens": 128, "median_tokens": 256, "longest_tokens": 768, "batches": 1}
+_GPU = {"sequences": 256, "prompt_tokens": 128, "median_tokens": 256, "longest_tokens": 768, "batches": 1,
+        "closing": 5}  # fmt: skip
 
 
 def _cores(text: str) -> tuple[int, ...]:
@@ -74,7 +75,7 @@ def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     p.add_argument("--pin-engine", type=_cores, default=(), help="cores of the engines, such as 0-3")
     p.add_argument("--pin-trainer", type=_cores, default=(), help="cores of the trainers, such as 4-7")
     p.add_argument("--warmup", type=int, help="batches before the first round (default 2)")
-    p.add_argument("--closing", type=int, help="solo batches of each block that shows what idle processes cost (3)")
+    p.add_argument("--closing", type=int, help="solo batches of each block that shows what idle processes cost (5, 3)")
     p.add_argument("--dedicated-s", type=float, help="seconds of the trainer alone in each round (default 5)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--budget-s", type=float, default=3600.0, help="ends with fewer rounds rather than later")

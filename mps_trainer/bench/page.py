@@ -14,6 +14,9 @@ _HEAD = (
     "arm", "rollout kept", "tokens/s", "batch, s", "ms per token, p50 / p99", "trainer steps/s", "of dedicated",
     "experiences per 1 % lost", "score ms, p50 / p99", "memory, engine / trainer", "CPU, engine / trainer / feed",
 )  # fmt: skip
+_MOST_IDLE = 0.005
+# A median of some batches is better than their range; beyond this it says nothing about half a percent.
+_RESOLVED = 0.01
 _HOW = """\
 Medians over rounds (min..max). `rollout kept`: the solo rollout's time to the last token of its batches over this
 arm's, of the same round. `of dedicated`: training steps per second of the whole window, gaps included, over those of
@@ -55,12 +58,20 @@ def _session(session: Mapping[str, Any]) -> list[str]:
         lines += [_line(row) for row in rows if row["load"] == load] + [""]
     lines += _outputs(rows)
     lines += ["What processes at rest cost the rollout (batches one after the other, not interleaved):", ""]
-    lines += ["| until | cost | batch with, s | without, s |", "|---|---|---|---|"]
+    lines += ["| until | cost | under 0.5 % | batch with, s | without, s |", "|---|---|---|---|---|"]
     lines += [
-        f"| {row['idle until']} | {100 * row['cost']:+.2f} % | {_spread(row['with'])} | {_spread(row['without'])} |"
+        f"| {row['idle until']} | {100 * row['cost']:+.2f} % | {_verdict(row)} "
+        f"| {_spread(row['with'])} | {_spread(row['without'])} |"
         for row in session["idle"]
     ]
     return [*lines, ""]
+
+
+def _verdict(row: Row) -> str:
+    doubt = max((row[side]["max"] - row[side]["min"]) / 2 / row[side]["median"] for side in ("with", "without"))
+    if doubt > _RESOLVED:
+        return f"not resolved: equal batches differ by +-{100 * doubt:.1f} %"
+    return "yes" if row["cost"] < _MOST_IDLE else "no"
 
 
 def _outputs(rows: Sequence[Row]) -> list[str]:

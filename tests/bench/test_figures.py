@@ -89,6 +89,18 @@ def test_what_rests_costs_one_percent() -> None:
     assert row["idle until"] == "trainers ended"
 
 
+@pytest.mark.parametrize(
+    ("with_them", "verdict"),
+    [([1.0, 1.002, 1.004], "yes"), ([1.009, 1.01, 1.011], "no"), ([0.9, 1.0, 1.1], "not resolved")],
+)
+def test_half_a_percent_is_judged_only_where_it_can_be_seen(with_them: list[float], verdict: str) -> None:
+    results = results_of(two_arms())
+    blocks = [{"what": "all there", "seconds": with_them}, {"what": "trainers ended", "seconds": [1.0]}]
+    results["sessions"][0]["idle"] = idle_cost(blocks)
+    [line] = [line for line in page(results).splitlines() if line.startswith("| trainers ended")]
+    assert verdict in line.split("|")[3]
+
+
 def test_quantiles_are_values_that_are_there() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile(list(map(float, range(100))), 0.99) == 99.0

@@ -11,7 +11,7 @@ import pytest
 from bench_helpers import EVERYTHING, GIB, gpu, mocked_surroundings
 
 from mps_trainer.bench import options as flags
-from mps_trainer.bench.arms import ARMS, PACE, Here, choose
+from mps_trainer.bench.arms import ARMS, BY_NAME, PACE, Here, choose
 from mps_trainer.bench.run import Benchmark, prepare
 from mps_trainer.bench.setting import Setting
 from mps_trainer.bench.work import Work
@@ -21,6 +21,7 @@ from mps_trainer.mps.checks import read_surroundings
 from mps_trainer.mps.environment import NO_PIPE_DIR, PIPE_VARIABLE, PRIORITY_VARIABLE
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.nvml import GpuProcess, NvmlFacts
+from mps_trainer.mps.placement import GpuPlacement
 from mps_trainer.vllm_plugin.plugin import RUN_VARIABLE
 
 
@@ -39,7 +40,7 @@ def test_the_order_of_steps_with_a_mocked_gpu() -> None:
     assert [words[i] for i in engines] == ["engine plain", "engine client"]
     assert len(trainers) == 9
     assert words[-3:] == [
-        f"5 rounds of {11 * 3 + 1} windows, interleaved", "3 closing blocks of 3 solo batches", "the end"
+        f"5 rounds of {11 * 3 + 1} windows, interleaved", "3 closing blocks of 5 solo batches", "the end"
     ]  # fmt: skip
     assert plan.alone.name == "time-slices"
 
@@ -116,6 +117,22 @@ def test_the_variables_of_an_mps_sidecar_by_arm(tmp_path: Path, monkeypatch: pyt
             env = placement.environment({}, mps_folder("bench"))
             found[arm.name] = (env[PRIORITY_VARIABLE], env.get("CUDA_LAUNCH_BLOCKING"))
     assert found == {"mps-plain": ("0", None), "mps-low": ("1", "1"), "mps-pace": ("1", "1")}
+
+
+def test_sidecars_of_one_daemon_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, benchmark = made(tmp_path, monkeypatch)
+    daemon = mps_folder("bench")
+    daemon.make()
+    (daemon.pipe_dir / "control").touch()
+    first, second = (setting.trainer(BY_NAME["mps-low"]) for _ in range(2))
+    for trainer in (first, second):
+        trainer._place()  # type: ignore[attr-defined]
+        folder = mps_folder(trainer.run_id)  # type: ignore[attr-defined]
+        assert GpuPlacement.load(folder).limit == benchmark.plans[0].work.pool + CONTEXT + SLACK
+        assert folder.pipe_dir.resolve() == daemon.pipe_dir.resolve()
+        trainer.close()
+        assert not folder.path.exists()
+    assert (daemon.pipe_dir / "control").exists()
 
 
 def test_the_spec_of_a_vllm_engine_holds_the_longest_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
