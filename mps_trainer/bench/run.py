@@ -130,15 +130,17 @@ def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str) -> dict[st
             continue
         setting = Setting(plan, options, folder, benchmark.gpus)
         raw = Session(plan, options, setting, deadline, tell).run()
+        notes += [
+            f"Task {plan.work.name}: {name} could not be started: {why}" for name, why in raw["not_started"].items()
+        ]
         if raw["failed"]:
             notes.append(f"Task {plan.work.name} ended early: {raw['failed']}")
         rows = figures.figures(raw, batch_size=plan.work.batch_size, engines_here=max(1, len(benchmark.gpus)))
-        broken = raw["failed"] == "interrupted"
         sessions.append(
             {**raw, "rows": rows, "idle": figures.idle_cost(raw["closing"]), "asked": plan.rounds,
-             "dedicated": plan.alone.name, "batch_size": plan.work.batch_size}
+             "batch_size": plan.work.batch_size}
         )  # fmt: skip
-        if broken:
+        if raw["failed"] == "interrupted":
             break
     return {
         "command": command, "machine": machine(benchmark), "versions": versions(), "notes": notes,
@@ -173,11 +175,12 @@ def _version(name: str) -> str:
 
 def right(results: Mapping[str, Any]) -> bool:
     """Whether every arm's outputs were right and every session has a whole round."""
-    sessions = results["sessions"]
-    return bool(sessions) and all(
-        session["rounds"] and not session["failed"] and all(row["outputs"]["right"] for row in session["rows"])
-        for session in sessions
-    )
+    return bool(results["sessions"]) and all(map(_is_right, results["sessions"]))
+
+
+def _is_right(session: Mapping[str, Any]) -> bool:
+    whole = session["rounds"] and not session["failed"] and not session["not_started"]
+    return bool(whole) and all(row["outputs"]["right"] for row in session["rows"])
 
 
 def _gpus(options: Namespace, around: Surroundings) -> tuple[GpuFacts, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from mps_trainer.bench.arms import Arm
+from mps_trainer.bench.arms import Arm, dedicated
 from mps_trainer.bench.engine import BatchResult, EngineProcess
 from mps_trainer.bench.load import Batch, Load
 from mps_trainer.bench.meters import Meter
@@ -53,6 +53,8 @@ class Session:
         self._alone_s = guess_batch_s(options)
         self._round_s = plan.round_s
         self._done = 0
+        self._alone = plan.alone
+        self._broken: dict[str, str] = {}
         self._end_s = _END_S
 
     def run(self) -> Raw:
@@ -69,7 +71,7 @@ class Session:
             self._start(stack)
             found["engines"] = {name: engine.facts for name, engine in self._engines.items()}
             self._warm_up()
-            found["batch_alone_s"] = self._alone_s
+            found |= {"batch_alone_s": self._alone_s, "dedicated": self._alone.name, "not_started": self._broken}
             blocks = 2 + (len(self._engines) > 1)
             self._end_s = _END_S + blocks * self._options.closing * self._alone_s
             try:
@@ -86,9 +88,18 @@ class Session:
             self._tell(f"starting the trainer of {arm.name}")
             trainer = self._setting.trainer(arm)
             stack.callback(trainer.close)
-            with pinned(self._options.pin_trainer):
-                trainer.start()
+            try:
+                with pinned(self._options.pin_trainer):
+                    trainer.start()
+            except MpsTrainerError as error:
+                # The others are worth their time all the same.
+                trainer.close()
+                self._broken[arm.name] = str(error)
+                continue
             self._trainers[arm.name] = trainer
+        if not self._trainers:
+            raise RunError(f"no trainer could be started: {self._broken}", "see the logs in --work-dir")
+        self._alone = dedicated([arm for arm in self._plan.trainers if arm.name in self._trainers])
         for name in self._plan.engines:
             self._tell(f"starting the engine {name}")
             with pinned(self._options.pin_engine):
@@ -117,7 +128,8 @@ class Session:
             windows: list[Raw] = []
             try:
                 for arm, load in self._plan.order(number):
-                    windows.append(self._window(arm, load, number))
+                    if arm.name not in self._broken:
+                        windows.append(self._window(arm, load, number))
                 alone = self._trainer_alone(number)
             except OutOfTimeError as error:
                 found["cut"] = f"{error.message}; the round begun is left out"
@@ -152,7 +164,7 @@ class Session:
         return {"arm": arm.name, "load": load.name, "round": number, "batches": batches, **measured}
 
     def _trainer_alone(self, number: int) -> Raw:
-        arm = self._plan.alone
+        arm = self._alone
         self._next(f"{self._plan.work.name}, the trainer of {arm.name} alone")
         trainer = self._trainers[arm.name]
         trainer.resume()

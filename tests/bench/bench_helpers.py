@@ -42,6 +42,7 @@ def session(windows: list[dict[str, Any]], alone: list[float]) -> dict[str, Any]
     """A session of task A; `alone`: the trainer's steps per second without a rollout, by round."""
     rounds = [{"arm": "sidecar-cpu", "round": i, "seconds": 1.0, "steps": rate} for i, rate in enumerate(alone)]
     return {
-        "task": "A", "windows": windows, "alone": rounds, "cut": "", "failed": "", "rounds": len(alone),
+        "task": "A", "windows": windows, "alone": rounds, "cut": "", "failed": "", "not_started": {},
+        "rounds": len(alone),
         "closing": [{"what": "all there", "seconds": [1.01]}, {"what": "trainers ended", "seconds": [1.0]}],
     }  # fmt: skip

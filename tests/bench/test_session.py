@@ -169,6 +169,20 @@ def test_all_is_ended_when_an_engine_dies(monkeypatch: pytest.MonkeyPatch) -> No
     assert {"close plain", "close sidecar-cpu", "close cpu-in-operator", "out"} <= set(log)
 
 
+def test_a_trainer_that_does_not_start_costs_its_arm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = session(monkeypatch, 1e6, "--rounds", "1", "--batches", "1")
+
+    def start(self: MadeUp) -> None:
+        if self.name == "sidecar-cpu":
+            raise RunError("no room")
+
+    monkeypatch.setattr(MadeUp, "start", start)
+    found = one.run()
+    assert found["not_started"] == {"sidecar-cpu": "no room"}
+    assert [w["arm"] for w in found["windows"]] == ["none", "cpu-in-operator"]
+    assert found["dedicated"] == "cpu-in-operator"
+
+
 def test_what_is_started_inside_is_pinned() -> None:
     before = os.sched_getaffinity(0)
     with pinned([min(before)]):
