@@ -26,12 +26,14 @@ is fed without a pause, so these are its limits and not what a run needs. Scores
 way and, in the ring, for the record before them; in `cpu-in-operator` that wait is the batch's own and not in them."""
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """The Markdown page."""
+def page(results: Mapping[str, Any], picture: str = "") -> str:
+    """The Markdown page; `picture`: a file beside it to show."""
     lines = ["# Rollout against auxiliary training", "", f"`{results['command']}`", ""]
     lines += [f"{name}: {value}  " for name, value in results["machine"].items()]
     lines += [f"Load average at start and end: {results['load_average'][0]}, {results['load_average'][1]}.", ""]
     lines += [f"> {note}" for note in results["notes"]] + [""] * bool(results["notes"])
+    if picture:
+        lines += [f"![rollout kept against trainer speed]({picture})", ""]
     for session in results["sessions"]:
         lines += _session(session)
     if results["left_out"]:
@@ -117,10 +119,12 @@ def _spread(value: Mapping[str, float] | None, digits: int = 3) -> str:
 
 
 def write(results: Mapping[str, Any], where: Path) -> list[Path]:
-    """WHERE.json and WHERE.md, each whole or not at all."""
+    """WHERE.json and WHERE.md, each whole or not at all; the page shows WHERE.png if that is there."""
     where.parent.mkdir(parents=True, exist_ok=True)
     written = []
-    for suffix, text in ((".json", json.dumps(results, indent=1) + "\n"), (".md", page(results))):
+    png = where.with_name(f"{where.name}.png")
+    text_of_page = page(results, png.name if png.exists() else "")
+    for suffix, text in ((".json", json.dumps(results, indent=1) + "\n"), (".md", text_of_page)):
         path = where.with_name(where.name + suffix)
         part = path.with_name(f"{path.name}.part")
         part.write_text(text)

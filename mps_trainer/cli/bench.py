@@ -49,14 +49,12 @@ def run(argv: Sequence[str], prog: str) -> int:
         results = run_benchmark(benchmark, folder, tell, f"{prog} {shlex.join(argv)}".rstrip())
     show.raw(page.page(results).encode())
     if options.out is not None:
-        written = page.write(results, options.out)
+        png = options.out.with_name(f"{options.out.name}.png")
         try:
-            written.append(
-                picture.draw(results["sessions"], _subtitle(results), options.out.with_name(f"{options.out.name}.png"))
-            )
+            picture.draw(results["sessions"], _subtitle(results), png)
         except ConfigError as error:
             show.error(error)
-        show.line(f"wrote {', '.join(map(str, written))}")
+        show.line(f"wrote {', '.join(map(str, page.write(results, options.out)))}")
     return EXIT_OK if right(results) else _WRONG
 
 

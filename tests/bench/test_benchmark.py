@@ -45,7 +45,9 @@ def test_the_tiny_form_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.Monk
             assert row["scores"] > 0
             assert row["memory_bytes"]["trainer"]["resident"] > 2**20
     assert {"command", "machine", "versions", "options", "left_out", "load_average"} <= set(found)
-    assert "| sidecar-cpu |" in out.with_name("out.md").read_text()
+    text = out.with_name("out.md").read_text()
+    assert "| sidecar-cpu |" in text
+    assert "](out.png)" in text
     assert out.with_name("out.png").exists()
     monkeypatch.setenv("MPS_TRAINER_STATE_DIR", str(tmp_path / "w" / "s"))
     runs = [path.parent.name for path in (tmp_path / "w").glob("*/sidecar.log")]
