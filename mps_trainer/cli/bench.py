@@ -20,7 +20,7 @@ _WRONG = 1
 
 
 def bench(context: typer.Context) -> None:
-    """Measure what the rollout loses and the trainer gains, arm by arm.
+    """Measure what the rollout loses and the trainer gains.
 
     Flags are those of scripts/benchmark.py (`mps-trainer bench -- --help`, docs/benchmark.md). Without a GPU a tiny
     engine stands in for vLLM. The exit status is 1 when an arm's outputs are wrong.
