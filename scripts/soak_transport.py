@@ -33,7 +33,7 @@ from channel_peers import COLUMNS, Child, make_rows
 
 from mps_trainer.transport import OperatorChannel, RingSettings, SidecarHub, leftovers
 from mps_trainer.transport.semaphores import Doorbell
-from mps_trainer.transport.sweep import KEEP_ORPHANS, remove_run
+from mps_trainer.transport.sweep import KEEP_ORPHANS, UNFINISHED_S, remove_run
 
 RING = RingSettings(num_slots=4, slot_bytes=256 * 1024, reply_slot_bytes=16384)
 OPERATORS = 3
@@ -164,7 +164,12 @@ class Cast:
         for child in self._children:
             child.kill()
         self._member.close()
+        # What a kill left half made stays for a minute by rule: its maker could be about to finish it.
+        deadline = time.monotonic() + UNFINISHED_S + 10
         remove_run(self.run_id)
+        while leftovers(self.run_id) and time.monotonic() < deadline:
+            time.sleep(1)
+            remove_run(self.run_id)
         if leftovers(self.run_id):
             sys.exit(f"left behind: {leftovers(self.run_id)}")
         return self._children[0].said[-1] if self._children[0].said else "nothing said"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 import time
@@ -71,7 +72,9 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     import gpu_reward_model
 
     monkeypatch.setattr(gpu_reward_model, "Engine", StandInEngine)
+    usual = signal.getsignal(signal.SIGTERM)
     yield gpu_reward_model
+    signal.signal(signal.SIGTERM, usual)
     forget()
 
 

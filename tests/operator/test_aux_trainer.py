@@ -101,13 +101,19 @@ def test_reward_keeps_the_raw_one(make_run: Any) -> None:
 def test_disabled_returns_the_very_same_and_opens_nothing() -> None:
     batch = experiences(1)
     as_they_were = Experience.serialize_many(batch)
+    before = opened_and_mapped()
     [(kept, metrics)] = drive(AuxTrainer(enabled=False), [batch])
     assert kept is batch
     assert Experience.serialize_many(kept) == as_they_were
     assert metrics == {"aux_trainer/enabled": 0, "aux_trainer/errors_total": 0}
+    assert opened_and_mapped() <= before
+
+
+def opened_and_mapped() -> set[str]:
+    """Our objects in /dev/shm that this process has open or mapped; other tests may not have collected theirs."""
     opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
-    mapped = Path("/proc/self/maps").read_text()
-    assert not any("mpst" in text for text in [*opened, mapped])
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return {text.split()[-1] for text in [*opened, *mapped] if "mpst" in text}
 
 
 def test_an_unknown_key_is_refused() -> None:
