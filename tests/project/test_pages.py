@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mps_trainer.bench import options as bench_flags
 from mps_trainer.cli.app import app
 from mps_trainer.config import Settings
 from mps_trainer.config.settings import load_settings
@@ -86,6 +87,8 @@ def group():
 
 
 def flags(command):
+    if command.name == "bench":  # it hands all of its flags on
+        return {flag for action in bench_flags.parser()._actions for flag in action.option_strings}
     return {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
 
 
