@@ -86,6 +86,7 @@ class Sidecar:
         self._steps = Steps(self._learner, self._aside, self._report, before=self._picture.refresh)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._tried_at_step = self._trainer.step
+        self._large_from = _MAX_JOURNAL_BYTES
         self._behind = True
 
     def serve(self, ready: ReadyPipe) -> None:
@@ -287,7 +288,7 @@ class Sidecar:
             delivery.release()
 
     def _save_if_due(self) -> None:
-        large = not self._behind and self._journal.growth > _MAX_JOURNAL_BYTES
+        large = not self._behind and self._journal.growth > self._large_from
         if large or self._trainer.step - self._tried_at_step >= self._settings.checkpoint_every:
             self._save()
 
@@ -299,6 +300,9 @@ class Sidecar:
         except (OSError, SafetensorError) as error:
             # Nothing is lost: the journal still holds all that the checkpoint before it lacks.
             self._own.failed("a checkpoint", error)
+            # Each try costs a whole checkpoint's work and a file of the journal.
+            self._large_from = max(_MAX_JOURNAL_BYTES, self._journal.growth + _MAX_JOURNAL_BYTES // 4)
         else:
             self._own.works("a checkpoint")
+            self._large_from = _MAX_JOURNAL_BYTES
             self._saved_at_step = self._trainer.step
