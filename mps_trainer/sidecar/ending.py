@@ -11,11 +11,11 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
-from mps_trainer.run import RunPaths, State, Status, is_held
+from mps_trainer.run import RunPaths, State, is_held
 from mps_trainer.run.exit_codes import OK
+from mps_trainer.sidecar.own_files import OwnFiles
 
 #: Loading a large model before the first operator comes can take this long, whatever idle_timeout says.
 FIRST_OPERATOR_S = 1800.0
@@ -32,11 +32,10 @@ class EarlyEnd:
         synchronise: called first, within the signal handler; a client of MPS waits for its GPU there.
     """
 
-    def __init__(self, status: Status, run_dir: Path, *, successor: bool) -> None:
+    def __init__(self, own: OwnFiles, *, successor: bool) -> None:
         self.synchronise: Callable[[], object] = lambda: None
         self._successor = successor
-        self._status = status
-        self._run_dir = run_dir
+        self._own = own
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
 
@@ -47,8 +46,8 @@ class EarlyEnd:
             os.write(2, f"asked to end by {signal.Signals(number).name} before READY\n".encode())
             self.synchronise()
             if not self._successor:
-                self._status.state = State.STOPPED
-                self._status.save(self._run_dir)
+                self._own.status.state = State.STOPPED
+                self._own.save_at_end()
                 code = OK
         finally:
             # No SystemExit: a task's code is on the stack, which may catch it.

@@ -149,6 +149,9 @@ class Learner:
         """One step, the next that is due if any is; its loss."""
         self.steps_due = max(0, self.steps_due - 1)
         draw = self._draw()
+        if self._settings.schedule.train == "epochs":
+            # The plan skips steps whose experiences have left.
+            self.steps_due = len(self._passes)
         self.on_step(draw.rows)
         loss = self.trainer.train_step(draw.rows, draw.weights)
         if self.replay.settings.sampling == "priority":

@@ -21,7 +21,6 @@ Before each record and step the file `doing` says what comes; what killed a pred
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -84,10 +83,10 @@ class Sidecar:
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         self._dropped = Dropped(self._hub)
         self._picture = Picture(own, learning, self._hub, self._dropped, self._answering)
-        look = functools.partial(self._picture.refresh, amid_steps=True)
-        self._steps = Steps(self._learner, self._aside, self._report, before=look)
+        self._steps = Steps(self._learner, self._aside, self._report, before=self._picture.refresh)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._tried_at_step = self._trainer.step
+        self._large_from = _MAX_JOURNAL_BYTES
         self._behind = True
 
     def serve(self, ready: ReadyPipe) -> None:
@@ -108,7 +107,9 @@ class Sidecar:
                 if not self._hub.wait(0.0 if self._learner.may_train else _WAIT_S):
                     self._train_between()
                 self._train_due(self._must_stop)  # What a pause has interrupted.
-                self._take_records(limit=64)
+                # Steps come before the next record, as they do when a successor reads the journal.
+                if not self._learner.steps_due:
+                    self._take_records(limit=64)
                 self._snapshots.publish_if_due()
             self._look_around()
         _log.info("ending: %s", self._ending.reason)
@@ -182,7 +183,8 @@ class Sidecar:
             self._take(delivery)
             delivery.release()
             self._train_due(self._must_stop)
-            if self._must_stop():
+            # The reason to stop may be gone again, and its steps still come first.
+            if self._learner.steps_due or self._must_stop():
                 return
 
     def _receive(self) -> Delivery | None:
@@ -286,7 +288,7 @@ class Sidecar:
             delivery.release()
 
     def _save_if_due(self) -> None:
-        large = not self._behind and self._journal.growth > _MAX_JOURNAL_BYTES
+        large = not self._behind and self._journal.growth > self._large_from
         if large or self._trainer.step - self._tried_at_step >= self._settings.checkpoint_every:
             self._save()
 
@@ -298,6 +300,9 @@ class Sidecar:
         except (OSError, SafetensorError) as error:
             # Nothing is lost: the journal still holds all that the checkpoint before it lacks.
             self._own.failed("a checkpoint", error)
+            # Each try costs a whole checkpoint's work and a file of the journal.
+            self._large_from = max(_MAX_JOURNAL_BYTES, self._journal.growth + _MAX_JOURNAL_BYTES // 4)
         else:
             self._own.works("a checkpoint")
+            self._large_from = _MAX_JOURNAL_BYTES
             self._saved_at_step = self._trainer.step

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mps_trainer.run import State, Status, is_held
+from mps_trainer.run import State, is_held
 from mps_trainer.run.exit_codes import CRASHED
 from mps_trainer.sidecar.gpu.faults import end_at_once
+from mps_trainer.sidecar.own_files import OwnFiles
 
 _log = logging.getLogger(__name__)
 #: More than draining, a checkpoint and a slow step take together.
@@ -27,18 +28,14 @@ _LOOK_S = 1.0
 _SYNCHRONISE_S = 5.0
 
 
-def watch_for_orphaning(
-    supervisor_lock: Path, status: Status, run_dir: Path, synchronise: Callable[[], object]
-) -> threading.Thread:
+def watch_for_orphaning(supervisor_lock: Path, own: OwnFiles, synchronise: Callable[[], object]) -> threading.Thread:
     """Start the thread. `synchronise` waits for the GPU: a client of MPS must not end with work in flight."""
-    thread = threading.Thread(
-        target=_watch, args=(supervisor_lock, status, run_dir, synchronise), name="orphan-watch", daemon=True
-    )
+    thread = threading.Thread(target=_watch, args=(supervisor_lock, own, synchronise), name="orphan-watch", daemon=True)
     thread.start()
     return thread
 
 
-def _watch(supervisor_lock: Path, status: Status, run_dir: Path, synchronise: Callable[[], object]) -> None:
+def _watch(supervisor_lock: Path, own: OwnFiles, synchronise: Callable[[], object]) -> None:
     alone_since: float | None = None
     while alone_since is None or time.monotonic() - alone_since < LIMIT_S:
         time.sleep(_LOOK_S)
@@ -52,11 +49,11 @@ def _watch(supervisor_lock: Path, status: Status, run_dir: Path, synchronise: Ca
     waiter = threading.Thread(target=synchronise, daemon=True)
     waiter.start()
     waiter.join(_SYNCHRONISE_S)
-    status.state = State.FAILED
-    status.error = (
+    own.status.state = State.FAILED
+    own.status.error = (
         "the supervisor was killed, and the task hung: the sidecar ended itself; its stacks are in sidecar.log"
     )
     try:
-        status.save(run_dir)
+        own.save_at_end()
     finally:
         end_at_once(CRASHED)

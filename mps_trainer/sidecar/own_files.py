@@ -6,6 +6,7 @@ The journal alone is different (`journal.py`): a record that it refuses stays in
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from pathlib import Path
@@ -37,6 +38,11 @@ class OwnFiles:
             self.failed("status.json", error)
         else:
             self.works("status.json")
+
+    def save_at_end(self) -> None:
+        """Write the status of a process that ends at once: no word to the log, where a signal may have come from."""
+        with contextlib.suppress(OSError):
+            self.status.save(self.run_dir)
 
     def failed(self, what: str, error: Exception) -> None:
         """`what` cannot be written; logged when that is new."""

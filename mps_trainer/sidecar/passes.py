@@ -30,6 +30,8 @@ class Passes:
 
     def plan(self, replay: ReplayBuffer) -> None:
         """Add passes over what came into the buffer since the last plan."""
+        # What `min_experiences` held back may have left since.
+        self.keep_held(replay)
         new = replay.numbers_from(self._next_number)
         self._next_number = replay.added
         for _ in range(self._epochs):
@@ -38,8 +40,11 @@ class Passes:
                 self._steps.append(shuffled[start : start + self._batch_size])
 
     def draw(self, replay: ReplayBuffer, empty: Empty) -> Draw:
-        """The experiences of the next step."""
-        return replay.pick(self._steps.popleft(), empty)
+        """The experiences of the next step; none when all that was planned has left the buffer."""
+        draw = replay.pick(self._steps.popleft(), empty)
+        while not draw.rows.num_rows and self._steps:
+            draw = replay.pick(self._steps.popleft(), empty)
+        return draw
 
     def keep_held(self, replay: ReplayBuffer) -> None:
         """Forget experiences that have left the buffer, and steps that have none any more."""

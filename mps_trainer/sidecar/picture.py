@@ -56,13 +56,13 @@ class Picture:
         self._own.status.state = state
         self.save()
 
-    def save(self, *, amid_steps: bool = False) -> None:
+    def save(self) -> None:
         """Write status.json. Amid a batch's steps nothing of that batch is counted yet but the steps."""
         status, learner, ring = self._own.status, self._learning.learner, self._learning.ring
         gauges = self.gauges()
         lost = gauges.pop("dropped")
         values = {**dataclasses.asdict(learner.counters), **gauges, "lost_oldest": lost["oldest"]}
-        if amid_steps:
+        if learner.batch_is_in:
             values = {name: value for name, value in values.items() if name not in _OF_WHOLE_BATCHES}
         for name, value in values.items():
             setattr(status, name, value)
@@ -76,10 +76,10 @@ class Picture:
         status.ring_registered = ring.registered if ring is not None else None
         self._own.save_status()
 
-    def refresh(self, *, amid_steps: bool = False) -> None:
+    def refresh(self) -> None:
         """Save if the last time is a while ago; cheap otherwise."""
         if time.monotonic() - self._own.saved_at > _EVERY_S:
-            self.save(amid_steps=amid_steps)
+            self.save()
 
 
 def _device_bytes(device: torch.device) -> int | None:

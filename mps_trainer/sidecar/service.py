@@ -119,8 +119,8 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, start: St
         status = _begin_status(record)
         own = OwnFiles(status, run_dir)
         own.save_status()
-        early = EarlyEnd(status, run_dir, successor=status.restarts > 0 and not start.is_warm)
-        watch_for_orphaning(paths.supervisor_lock, status, run_dir, lambda: early.synchronise())
+        early = EarlyEnd(own, successor=status.restarts > 0 and not start.is_warm)
+        watch_for_orphaning(paths.supervisor_lock, own, lambda: early.synchronise())
         try:
             prepared = prepare(record, settings, start.phases)
             if start.is_warm and not start.wait(ending, own):
@@ -183,5 +183,9 @@ def _begin_status(record: RunRecord) -> Status:
         # Replaced at once: a damaged picture of a predecessor is no reason to have no sidecar.
         _log.warning("%s", error)
         return ours
-    # Its counters stand until READY, when the checkpoint and the journal say where we are: people watch them.
-    return replace(before, run_id=ours.run_id, state=ours.state, pid=ours.pid, device=ours.device, error="")
+    # Its counters stand until READY, when the checkpoint and the journal say where we are: people watch them. What only
+    # it had measured, or could not write, is not ours.
+    return replace(
+        before, run_id=ours.run_id, state=ours.state, pid=ours.pid, device=ours.device, error="", trouble="",
+        score_age_s=None, score_latency_ms_p50=None, score_latency_ms_p99=None,
+    )  # fmt: skip

@@ -17,6 +17,7 @@ from mps_trainer.sidecar.answering import Answering
 from mps_trainer.sidecar.batch_report import BatchReport
 from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.metrics import MetricsLog
+from mps_trainer.sidecar.own_files import OwnFiles
 from mps_trainer.sidecar.phases import Phases
 from mps_trainer.sidecar.publishing import Snapshots
 from mps_trainer.sidecar.replay import ReplayBuffer
@@ -53,9 +54,10 @@ class Request:
 def test_a_reply_names_when_its_model_was_trained_and_is_measured(tmp_path: Path) -> None:
     trainer = Trainer(TASK, 16, 0)
     learner = Learner(trainer, ReplayBuffer(COLUMNS, 64, 0), SETTINGS)
-    metrics = MetricsLog(tmp_path)
+    status = Status(run_id="r")
+    metrics = MetricsLog(OwnFiles(status, tmp_path))
     report = BatchReport(metrics, learner)
-    answering, status = Answering(learner, report, Snapshots()), Status(run_id="r")
+    answering = Answering(learner, report, Snapshots())
     answering.describe(status)
     assert status.score_age_s is status.score_latency_ms_p50 is status.score_latency_ms_p99 is None
     before = trainer.trained_ns
@@ -73,7 +75,7 @@ def test_a_reply_names_when_its_model_was_trained_and_is_measured(tmp_path: Path
     assert 1000 < status.score_latency_ms_p50 < status.score_latency_ms_p99
     assert status.score_age_s >= 100
     assert learner.counters.scored == 40
-    report.write(None, 0, {})
+    report.write(None, {})
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["score_latency_ms"] >= 3000
     assert line["score_age_s"] >= 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from plain_loop import assert_same_weights, newest_weights, train_plainly
 from real_sidecar import token_rows
-from test_disk_refuses import wait_until
+from sidecar_waits import wait_until
 
 from mps_trainer.run.exit_codes import OK
 

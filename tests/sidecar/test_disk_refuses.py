@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import resource
 import signal
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from real_sidecar import Run, token_rows
+from sidecar_waits import wait_until
 
 from mps_trainer.launcher.autopsy import Autopsy
 from mps_trainer.run import State, Status
@@ -21,13 +20,6 @@ from mps_trainer.transport.sweep import remove_run
 def send(channel: OperatorChannel, request: int) -> None:
     rows = token_rows(np.random.default_rng(request), 50, 50 * request)
     assert channel.send(rows, request_id=request, want_scores=False).rows_sent == 50
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = 20) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_training_goes_on_without_metrics_status_and_checkpoints(make_run: Any) -> None:

@@ -37,8 +37,8 @@ def end_while_it_hangs(run: Run, mark: Path, number: int) -> int:
     starting.start()
     wait_for(lambda: bool(run.children) and mark.exists())
     run.children[0].send_signal(number)
-    code = run.children[0].wait(5)
-    starting.join(5)
+    code = run.children[0].wait(20)
+    starting.join(20)
     return code
 
 
@@ -48,6 +48,12 @@ def test_a_task_that_hangs_at_the_start_does_not_delay_the_end(make_run: Any, ma
     assert end_while_it_hangs(run, mark, number) == OK
     assert run.status().state is State.STOPPED
     assert "before READY" in run.log()
+
+
+def test_a_status_that_cannot_be_written_makes_no_other_end(make_run: Any, mark: Path) -> None:
+    run = make_run(task="broken_tasks:HangsInBuild", task_args={})
+    (run.run_dir / "status.json").mkdir()
+    assert end_while_it_hangs(run, mark, signal.SIGTERM) == OK
 
 
 def test_a_successor_that_is_ended_before_ready_is_no_end_in_order(make_run: Any, mark: Path) -> None:

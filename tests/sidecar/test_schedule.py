@@ -99,6 +99,17 @@ def test_passes_go_on_without_experiences_that_were_set_aside() -> None:
     assert sorted(chain(*steps)) == sorted(f"e{i}" for i in range(10, 40))
 
 
+def test_passes_skip_a_step_whose_experiences_have_all_left() -> None:
+    learner = new_learner(schedule={"train": "epochs"})
+    learner.take(name(0), batch(16))
+    learner.replay.add(batch(100, 16))
+    learner.take(name(1), batch(20, 116))
+    steps = drawn_by(learner)
+    train_all(learner)
+    assert all(steps)
+    assert learner.steps_due == 0
+
+
 def test_continuous_training_ends_when_the_experiences_were_drawn_often_enough() -> None:
     learner = new_learner(schedule={"train": "continuous", "max_replays": 2.5})
     assert not learner.may_train

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from plain_loop import assert_same_weights, newest_weights, train_plainly
 from real_sidecar import token_rows
+from sidecar_waits import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mps_trainer.launcher.leftovers import remove_leftovers
@@ -68,7 +67,7 @@ def test_the_supervisors_death_ends_the_sidecar_and_its_files(make_run: Any) -> 
     child, _ = run.start()
     assert run.paths.sidecar_lock.exists()
     run.supervisor.release()
-    assert child.wait(10) == OK
+    assert child.wait(30) == OK
     assert not run.paths.run_file.exists()
     assert "supervisor is gone" in run.log()
 
@@ -80,7 +79,7 @@ def test_a_sidecar_that_ends_alone_leaves_the_run_file_to_a_living_operator(make
     with run.channel() as channel:
         run.wait_for_attach(channel)
         run.supervisor.release()
-        assert child.wait(10) == OK
+        assert child.wait(30) == OK
         assert run.paths.run_file.exists()
         assert not run.paths.sidecar_lock.exists()
     remove_leftovers()
@@ -95,7 +94,7 @@ def test_no_operator_for_the_idle_timeout_ends_it(make_run: Any) -> None:
         with pytest.raises(Exception, match="timed out"):
             child.wait(1.5)
         channel.close()
-        assert child.wait(10) == OK
+        assert child.wait(30) == OK
     assert "idle_timeout" in run.log()
     assert run.paths.run_file.exists()
 
@@ -191,13 +190,6 @@ def test_a_long_batch_of_steps_and_a_restart_are_in_the_metrics(make_run: Any) -
     accumulator = EventAccumulator(str(run.run_dir / "tensorboard"))
     accumulator.Reload()
     assert [event.step for event in accumulator.Scalars("sidecar/replay_size")][-1] == 360
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 20) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_missing_run_file_is_told(make_run: Any) -> None:
