@@ -17,6 +17,7 @@ from mps_trainer.sidecar.answering import Answering
 from mps_trainer.sidecar.batch_report import BatchReport
 from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.metrics import MetricsLog
+from mps_trainer.sidecar.own_files import OwnFiles
 from mps_trainer.sidecar.phases import Phases
 from mps_trainer.sidecar.publishing import Snapshots
 from mps_trainer.sidecar.replay import ReplayBuffer
@@ -53,11 +54,15 @@ class Request:
 def test_a_reply_names_when_its_model_was_trained_and_is_measured(tmp_path: Path) -> None:
     trainer = Trainer(TASK, 16, 0)
     learner = Learner(trainer, ReplayBuffer(COLUMNS, 64, 0), SETTINGS)
-    metrics = MetricsLog(tmp_path)
+    metrics = MetricsLog(OwnFiles(Status(run_id="r"), tmp_path))
     report = BatchReport(metrics, learner)
     answering, status = Answering(learner, report, Snapshots()), Status(run_id="r")
     answering.describe(status)
     assert status.score_age_s is status.score_latency_ms_p50 is status.score_latency_ms_p99 is None
+    status = Status(run_id="r", score_age_s=9.0, score_latency_ms_p50=1.0, score_latency_ms_p99=2.0)
+    answering.describe(status)
+    found = (status.score_age_s, status.score_latency_ms_p50, status.score_latency_ms_p99)
+    assert found == (None, None, None), "a predecessor's"
     before = trainer.trained_ns
     trainer.train_step(batch(16))
     assert trainer.trained_ns > before
