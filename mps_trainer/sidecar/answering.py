@@ -43,7 +43,9 @@ class Answering:
         self._report.scored(scores, (now - begin) / 1e6, latency_ms, (now - trainer.trained_ns) / 1e9)
 
     def describe(self, status: Status) -> None:
-        """Write age and latency into `status`; what there is none of stays None."""
+        """Write age and latency into `status`; None for what this life has none of yet."""
+        # Told even when there is none: the status begins as a copy of a predecessor's.
+        status.score_latency_ms_p50 = status.score_latency_ms_p99 = status.score_age_s = None
         if self._latencies_ms:
             p50, p99 = np.quantile(np.array(self._latencies_ms), (0.5, 0.99)).tolist()
             status.score_latency_ms_p50, status.score_latency_ms_p99 = round(p50, 3), round(p99, 3)

@@ -83,7 +83,7 @@ class Sidecar:
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         self._dropped = Dropped(self._hub)
         self._picture = Picture(own, learning, self._hub, self._dropped, self._answering)
-        self._steps = Steps(self._learner, self._aside, self._report, before=self._picture.refresh)
+        self._steps = Steps(self._learner, self._aside, self._report, before=self._before_step)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._tried_at_step = self._trainer.step
         self._large_from = _MAX_JOURNAL_BYTES
@@ -228,9 +228,15 @@ class Sidecar:
             return
         self._note.stage(Stage.WRITING)
         self._report.write(self._learner.close_batch(), self._picture.gauges())
-        self._picture.save()
         self._snapshots.publish_if_due()
+        self._picture.save()
         self._save_if_due()
+
+    def _before_step(self) -> None:
+        # What is slow here is not the doing of the step before.
+        self._note.stage(Stage.WRITING)
+        self._picture.refresh()
+        self._snapshots.publish_if_due()
 
     def _train_between(self) -> None:
         if self._learner.may_train and not self._must_stop():

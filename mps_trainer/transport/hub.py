@@ -102,7 +102,10 @@ class SidecarHub:
         self.close(unlink=False)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until a record is ready, at most `timeout_s`. False when none is, also after `wake`. Does not spin."""
+        """Sleep until a record is ready, at most `timeout_s`. False when none is, also after `wake`.
+
+        Before it sleeps it looks for a post for `semaphores.LOOK_NS`, and spins no longer than that.
+        """
         deadline = time.monotonic() + timeout_s
         rung = late = False
         while not self._woken:

@@ -20,7 +20,8 @@ from mps_trainer.transport.locks import LockFile
 #: posix_ipc waits on the wall clock: long waits are cut into slices against the monotonic one.
 SLICE_S = 1.0
 #: How long to look for a post before going to sleep. A sleep and its wake-up cost the waiter about 6 us, so whoever
-#: answers within this time is heard sooner. An idle reader spends 50 us a second on it, one look for each wait.
+#: answers within this time is heard sooner. It is spent once for each wait: by an idle
+#: reader 50 us a second in waits of `SLICE_S`, 200 us a second in those of 0.25 s, as the sidecar's loop makes them.
 LOOK_NS = 50_000
 #: How long to try for the doorbell while a peer removes it.
 OPEN_S = 1.0

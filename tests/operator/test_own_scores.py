@@ -7,7 +7,7 @@ from typing import Any
 
 from test_aux_trainer import experiences, operator
 
-from mps_trainer.transport import leftovers
+from mps_trainer.transport import WeightsReader, leftovers
 
 
 def test_scores_go_on_without_the_sidecar(make_run: Any) -> None:
@@ -15,6 +15,8 @@ def test_scores_go_on_without_the_sidecar(make_run: Any) -> None:
     run = make_run(min_experiences=8, **args)
     child, _ = run.start()
     aux = operator(run, filter={"value": 0.25}, min_version=1, max_staleness="1h", **args)
+
+    reader = WeightsReader(run.run_id)
 
     async def main() -> list[tuple[int, dict[str, Any]]]:
         found = []
@@ -25,9 +27,13 @@ def test_scores_go_on_without_the_sidecar(make_run: Any) -> None:
             version = run.settings.steps_per_batch * (seed + 1)
             # The snapshot is published after the steps; no batch waits for that.
             for _ in range(400):
-                if run.status().version == version:
+                snapshot = reader.look()
+                if snapshot is not None and snapshot.head.version == version:
                     break
                 await asyncio.sleep(0.025)
+            else:
+                raise AssertionError(f"no snapshot of step {version} within 10 s")
+        reader.close()
         child.kill()
         child.wait()
         await asyncio.sleep(0.2)
@@ -51,6 +57,6 @@ def test_scores_go_on_without_the_sidecar(make_run: Any) -> None:
     last = found[-1][1]
     assert last["aux_trainer/sidecar_up"] == 0
     assert last["aux_trainer/score_age_s"] >= 0.2
-    assert last["aux_trainer/model_version"] >= 8
+    assert last["aux_trainer/model_version"] == 3 * run.settings.steps_per_batch
     assert leftovers(run.run_id) == [], "the operator was the last to use it"
     assert run.status().scored == 0, "nobody asked the sidecar"

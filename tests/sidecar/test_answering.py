@@ -60,6 +60,10 @@ def test_a_reply_names_when_its_model_was_trained_and_is_measured(tmp_path: Path
     answering = Answering(learner, report, Snapshots())
     answering.describe(status)
     assert status.score_age_s is status.score_latency_ms_p50 is status.score_latency_ms_p99 is None
+    status = Status(run_id="r", score_age_s=9.0, score_latency_ms_p50=1.0, score_latency_ms_p99=2.0)
+    answering.describe(status)
+    found = (status.score_age_s, status.score_latency_ms_p50, status.score_latency_ms_p99)
+    assert found == (None, None, None), "a predecessor's"
     before = trainer.trained_ns
     trainer.train_step(batch(16))
     assert trainer.trained_ns > before
