@@ -14,13 +14,11 @@ from mps_trainer.cli.find_run import find_run_dir
 from mps_trainer.cli.runs import ConfigArgument
 from mps_trainer.cli.screen import Subject
 from mps_trainer.cli.watch import Watch, as_object
-from mps_trainer.config import Settings, format_size
+from mps_trainer.config import Settings, format_size, show_setting
 from mps_trainer.launcher.doctor import Level, run_checks
 from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.launcher.runs import RunView, select_runs
 from mps_trainer.launcher.up import prepare
-
-_SIZES = ("memory", "ring_slot")
 
 
 def status(
@@ -93,13 +91,7 @@ def _print_settings(settings: Settings) -> None:
     defaults = Settings().dump()
     for key, value in settings.dump().items():
         mark = " " if value == defaults[key] else "*"
-        show.line(f"{mark} {key}: {_setting(key, value)}")
-
-
-def _setting(key: str, value: Any) -> str:
-    if key in _SIZES and value is not None:
-        return format_size(value)
-    return value if isinstance(value, str) else json.dumps(value)
+        show.line(f"{mark} {key}: {show_setting(key, value)}")
 
 
 def doctor(

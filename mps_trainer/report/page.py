@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mps_trainer
-from mps_trainer.config import Settings, format_size
+from mps_trainer.config import Settings, show_setting
 from mps_trainer.report.chart_parts import Chart, Data
 from mps_trainer.report.charts import draw_charts
 from mps_trainer.report.history import History, read_history
@@ -23,7 +22,6 @@ from mps_trainer.run import is_run_alive
 from mps_trainer.run.private_files import write_private
 
 _EXAMPLES = 5
-_SIZES = ("memory", "ring_slot")
 # Of the launcher's, and a matter of where and not of what.
 _NO_SETTINGS = ("run_file", "run_host")
 
@@ -183,18 +181,12 @@ def _settings(settings: Mapping[str, Any]) -> str:
     for key, value in settings.items():
         if key in _NO_SETTINGS:
             continue
-        row = f"<tr><td><code>{escape(key)}</code></td><td>{escape(_setting(key, value))}</td></tr>"
+        row = f"<tr><td><code>{escape(key)}</code></td><td>{escape(show_setting(key, value))}</td></tr>"
         (usual if key in defaults and value == defaults[key] else changed).append(row)
     head = "<th>setting</th><th>value</th>"
     different = _table(head, changed) if changed else "<p>All are the defaults.</p>"
     rest = f"<details><summary>{len(usual)} at their defaults</summary>{_table(head, usual)}</details>"
     return f"<section><h2>Settings</h2>{different}{rest}</section>"
-
-
-def _setting(key: str, value: Any) -> str:
-    if key in _SIZES and isinstance(value, int):
-        return format_size(value)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

@@ -8,32 +8,34 @@ from typing import Any
 
 Line = dict[str, Any]
 
-#: What a first look reads at most: some hundred batches, in milliseconds, however long the run is.
-_FIRST_LOOK_BYTES = 2**18
+#: What a look reads at most: some hundred batches, in milliseconds, however long the run is or nobody looked.
+_MOST_BYTES = 2**18
 
 
 class Tail:
-    """The new whole lines of a file at each `read`; the first one starts near its end.
+    """The new whole lines of a file at each `read`; the first one, and one after much growth, starts near its end.
 
     Args:
         path: need not exist yet.
-        first_look: bytes that the first read takes from the end of the file.
+        most: bytes that one read takes, from the end of the file; what is before them is passed over.
     """
 
-    def __init__(self, path: Path, first_look: int = _FIRST_LOOK_BYTES) -> None:
+    def __init__(self, path: Path, most: int = _MOST_BYTES) -> None:
         self._path = path
-        self._first_look = first_look
-        self._at: int | None = None
+        self._most = most
+        self._at = 0
 
     def read(self) -> list[Line]:
         """JSON objects since the last call, in order; what is none, or cannot be read, is left out."""
         try:
             with self._path.open("rb") as file:
                 size = file.seek(0, 2)
-                torn = False
-                if self._at is None or size < self._at:
-                    # The line that a look in the middle begins with is half a line.
-                    self._at, torn = max(0, size - self._first_look), size > self._first_look
+                if size < self._at:
+                    self._at = 0
+                # The line that a look in the middle begins with is half a line.
+                torn = size - self._at > self._most
+                if torn:
+                    self._at = size - self._most
                 file.seek(self._at)
                 chunk = file.read(size - self._at)
         except OSError:

@@ -37,10 +37,28 @@ def test_each_line_comes_once_and_whole(tmp_path: Path) -> None:
 def test_the_first_look_is_at_the_end_of_a_long_file(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     append(path, *({"a": i} for i in range(1000)))
-    found = Tail(path, first_look=100).read()
+    found = Tail(path, most=100).read()
     assert 5 < len(found) < 12
     assert found[-1] == {"a": 999}
     assert [b["a"] - a["a"] for a, b in pairwise(found)] == [1] * (len(found) - 1)
+
+
+def test_a_later_look_at_much_growth_is_at_the_end_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append(path, {"a": 0})
+    tail = Tail(path, most=100)
+    assert tail.read() == [{"a": 0}]
+    append(path, *({"a": i} for i in range(1, 1000)))
+    found = tail.read()
+    assert 5 < len(found) < 12
+    assert found[-1] == {"a": 999}
+    append(path, {"a": 1000})
+    assert tail.read() == [{"a": 1000}]
+    # A line that is longer than a look is lost, and the one after it comes.
+    append(path, {"a": "x" * 300})
+    assert tail.read() == []
+    append(path, {"a": 1001})
+    assert tail.read() == [{"a": 1001}]
 
 
 def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
