@@ -33,7 +33,7 @@ from mps_trainer.run.private_files import write_private
 _log = logging.getLogger(__name__)
 _MAGIC = b"MPSJ"
 _HEAD = struct.Struct("<4sIQI")
-#: For checkpoints before the newest. As much again may come after the newest (`loop._MAX_JOURNAL_BYTES`).
+#: For checkpoints before the newest. As much again may come after the newest (`saving._MAX_JOURNAL_BYTES`).
 _MAX_OLDER_BYTES = 512 * 2**20
 _Record = tuple[dict[str, Any], memoryview]
 

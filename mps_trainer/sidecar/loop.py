@@ -25,8 +25,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from safetensors import SafetensorError
-
 from mps_trainer.columns import PackedBatch
 from mps_trainer.config import Settings
 from mps_trainer.errors import CorruptRecordError
@@ -44,13 +42,13 @@ from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.picture import Picture
 from mps_trainer.sidecar.publishing import snapshots_for
 from mps_trainer.sidecar.ready import ReadyPipe
+from mps_trainer.sidecar.saving import Saving
 from mps_trainer.sidecar.startup import Learning
 from mps_trainer.sidecar.steps import Steps
 from mps_trainer.transport import Delivery, SidecarHub, decode_batch
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 0.25
-_MAX_JOURNAL_BYTES = 512 * 2**20
 #: For scores, records and steps at the end: well below the supervisor's grace, which has to hold a checkpoint too.
 _DRAIN_S = 10.0
 
@@ -62,7 +60,6 @@ class Sidecar:
         self, record: RunRecord, settings: Settings, learning: Learning, own: OwnFiles, ending: Ending
     ) -> None:
         self._own = own
-        self._settings = settings
         self._learning = learning
         self._journal = learning.journal
         self._learner = learning.learner
@@ -75,6 +72,7 @@ class Sidecar:
         self._snapshots = snapshots_for(settings, self._trainer, record.run_id)
         self._answering = Answering(self._learner, self._report, self._snapshots)
         self._note = Note(own.run_dir, settings.batch_size)
+        self._saving = Saving(learning, own, self._note, settings.checkpoint_every)
         self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
         self._trainer.on_part = self._note.beat
         self._aside = learning.aside
@@ -85,8 +83,6 @@ class Sidecar:
         self._picture = Picture(own, learning, self._hub, self._dropped, self._answering)
         self._steps = Steps(self._learner, self._aside, self._report, before=self._before_step)
         ending.listen(self._hub.wake)
-        self._saved_at_step = self._tried_at_step = self._trainer.step
-        self._large_from = _MAX_JOURNAL_BYTES
         self._behind = True
 
     def serve(self, ready: ReadyPipe) -> None:
@@ -230,7 +226,7 @@ class Sidecar:
         self._report.write(self._learner.close_batch(), self._picture.gauges())
         self._snapshots.publish_if_due()
         self._picture.save()
-        self._save_if_due()
+        self._saving.save_if_due(behind=self._behind)
 
     def _before_step(self) -> None:
         # What is slow here is not the doing of the step before.
@@ -241,7 +237,7 @@ class Sidecar:
     def _train_between(self) -> None:
         if self._learner.may_train and not self._must_stop():
             self._steps.take_another()
-            self._save_if_due()
+            self._saving.save_if_due(behind=self._behind)
 
     def _look_around(self) -> None:
         """Notice operators that live and that died; refresh the status now and then."""
@@ -272,8 +268,7 @@ class Sidecar:
                 "after %g s of draining %d training steps were not taken and %d bytes of records wait in the journal",
                 _DRAIN_S, self._learner.steps_due, self._journal.unread,
             )  # fmt: skip
-        if self._trainer.step != self._saved_at_step or self._journal.growth:
-            self._save()
+        self._saving.save_if_changed()
         self._dropped.reap()
 
     def _empty_rings(self, late: Callable[[], bool]) -> None:
@@ -292,23 +287,3 @@ class Sidecar:
                 if delivery.header.want_scores and not late():
                     self._score(delivery)
             delivery.release()
-
-    def _save_if_due(self) -> None:
-        large = not self._behind and self._journal.growth > self._large_from
-        if large or self._trainer.step - self._tried_at_step >= self._settings.checkpoint_every:
-            self._save()
-
-    def _save(self) -> None:
-        self._note.stage(Stage.SAVING)
-        self._tried_at_step = self._trainer.step
-        try:
-            self._learning.save()
-        except (OSError, SafetensorError) as error:
-            # Nothing is lost: the journal still holds all that the checkpoint before it lacks.
-            self._own.failed("a checkpoint", error)
-            # Each try costs a whole checkpoint's work and a file of the journal.
-            self._large_from = max(_MAX_JOURNAL_BYTES, self._journal.growth + _MAX_JOURNAL_BYTES // 4)
-        else:
-            self._own.works("a checkpoint")
-            self._large_from = _MAX_JOURNAL_BYTES
-            self._saved_at_step = self._trainer.step
