@@ -22,7 +22,7 @@ from mps_trainer.columns import Array
 from mps_trainer.config import Settings
 from mps_trainer.errors import MpsTrainerError, PlacementError, RunError, TaskError, TransportError
 from mps_trainer.operator.extract import ExperienceLike, Extracted, Extractor
-from mps_trainer.operator.own_scores import OwnScores
+from mps_trainer.operator.own_scores import OwnModel, OwnScores
 from mps_trainer.operator.sidecar_figures import figures_of
 from mps_trainer.run import RunPaths, RunRecord, State, Status, boot_id, find_by_namespace, host_name, is_held
 from mps_trainer.tasks import load_task, wire_columns
@@ -74,6 +74,8 @@ class Feeder:
         self._extract = Extractor(columns)
         self._channel: OperatorChannel | None = None
         self._own_scores: OwnScores | None = None
+        scores_here = settings.score_where == "operator" and settings.use != "feed"
+        self._own_model = OwnModel(self._task) if scores_here else None
         self._paths: RunPaths | None = None
         self._request_id = 0
         self._status: Status | None = None
@@ -149,8 +151,8 @@ class Feeder:
         except RunError:
             self.close()
             raise
-        if settings.score_where == "operator" and settings.use != "feed":
-            self._own_scores = OwnScores(self._task, self._columns, record.run_id, settings.batch_size)
+        if self._own_model is not None:
+            self._own_scores = self._own_model.join(self._columns, record.run_id, settings.batch_size)
         self._wait_for_attach(self._channel)
         logger.info("mps_trainer: feeding run %s (%s)", record.run_id, record.run_dir)
 
@@ -205,11 +207,15 @@ class Feeder:
     def _send(self, channel: OperatorChannel, extracted: Extracted, out: Exchange, want_scores: bool) -> None:
         begin = time.monotonic()
         own = self._own_scores if want_scores else None
-        if own is not None:
-            out.metrics |= own.refresh()
         self._request_id += 1
-        asks = want_scores and own is None
-        sent = channel.send(extracted.rows, request_id=self._request_id, want_scores=asks)
+        try:
+            # Before the batch is sent: weights from after that may have been trained on it.
+            if own is not None:
+                out.metrics |= own.refresh(begin + self._settings.score_timeout)
+        finally:
+            # Whatever is wrong with scores here, the sidecar learns.
+            asks = want_scores and own is None
+            sent = channel.send(extracted.rows, request_id=self._request_id, want_scores=asks)
         out.metrics |= {
             "fed": sent.rows_sent,
             "dropped_full": sent.rows_dropped,

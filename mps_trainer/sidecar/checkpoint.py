@@ -33,8 +33,8 @@ from torch import Tensor
 from mps_trainer.columns import Array
 from mps_trainer.errors import RunError
 from mps_trainer.sidecar.optimizer_state import as_number, flatten, unflatten
-from mps_trainer.sidecar.random_state import random_state, set_random_state
 from mps_trainer.sidecar.trainer import Trainer
+from mps_trainer.tasks.random_state import random_state, set_random_state
 
 _log = logging.getLogger(__name__)
 FORMAT = 2

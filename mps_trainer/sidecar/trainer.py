@@ -21,10 +21,10 @@ from mps_trainer.errors import ConfigError, GpuFaultError, MpsTrainerError, Task
 from mps_trainer.run.doing import describe_ids
 from mps_trainer.sidecar.gpu.faults import is_gpu_fault
 from mps_trainer.sidecar.optimizer_state import check_saveable
-from mps_trainer.sidecar.random_state import random_state, seed_everything, set_random_state
 from mps_trainer.sidecar.rate import rate_scheduler
 from mps_trainer.tasks import AuxiliaryTask, TaskBatch
 from mps_trainer.tasks.asking import check_tensor, parts_of, rows_of, to_numbers
+from mps_trainer.tasks.random_state import random_state, seed_everything, set_random_state
 
 
 class Trainer:

@@ -5,11 +5,14 @@ produces    scores, the same as the sidecar's from the same weights within float
 waits for   nothing; it computes in the caller's thread, at most `batch_size` experiences at a time
 
 It leaves the process as it is: torch's number of threads is not touched (Ray gives an actor OMP_NUM_THREADS, so
-scoring takes as many cores as the actor was given), and torch's random numbers go on as if nothing had been asked.
+scoring takes as many cores as the actor was given), and the random numbers of torch, numpy and Python go on as if
+nothing had been asked. These generators are the process's: what another thread of the actor draws meanwhile is drawn
+again later.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -23,6 +26,7 @@ from mps_trainer.tasks.asking import parts_of, to_numbers
 from mps_trainer.tasks.base import AuxiliaryTask
 from mps_trainer.tasks.batch import TaskBatch
 from mps_trainer.tasks.model_weights import load_weights
+from mps_trainer.tasks.random_state import random_state_kept
 from mps_trainer.transport import WeightsReader, decode_batch, encode_batch
 
 
@@ -34,33 +38,41 @@ class SnapshotScorer:
         trained_ns: CLOCK_MONOTONIC when the last of these steps was taken.
     """
 
-    def __init__(self, task: AuxiliaryTask, columns: Sequence[Column], run_id: str, batch_size: int) -> None:
+    def __init__(
+        self,
+        task: AuxiliaryTask,
+        columns: Sequence[Column],
+        run_id: str,
+        batch_size: int,
+        model: nn.Module | None = None,
+    ) -> None:
+        """`model` is what `build_scoring_model` gave; without it the first `refresh` builds one, however long."""
         self.version = -1
         self.trained_ns = 0
         self._task = task
         self._columns = columns
         self._batch_size = batch_size
         self._reader = WeightsReader(run_id)
-        self._model: nn.Module | None = None
+        self._model = model
 
     @property
     def has_weights(self) -> bool:
         """Whether it can score; a dead sidecar does not change that."""
         return self.version >= 0
 
-    def refresh(self) -> bool:
-        """Take the newest snapshot if there is a newer one; whether there was.
+    def refresh(self, deadline: float = math.inf, **tries: int) -> bool:
+        """Take the newest snapshot if there is a newer one; whether there was. Args: see `WeightsReader.look`.
 
         Raises TransportError when the snapshot cannot be read, TaskError when the task's model does not fit it; the
         weights from before stay in use after the first, none after the second.
         """
-        snapshot = self._reader.look()
+        snapshot = self._reader.look(deadline, **tries)
         if snapshot is None:
             return False
         self.version = -1
         try:
             if self._model is None:
-                self._model = self._build()
+                self._model = build_scoring_model(self._task)
             load_weights(self._model, snapshot.tensors)
         except TaskError:
             # Said again with every batch, as long as nothing else is published.
@@ -94,26 +106,27 @@ class SnapshotScorer:
     def _ask(self, model: nn.Module, batch: TaskBatch, num_rows: int) -> Array:
         model.eval()
         try:
-            with torch.random.fork_rng(devices=[]), torch.inference_mode():
+            with random_state_kept(), torch.inference_mode():
                 return to_numbers("score", self._task.score(model, batch), num_rows)
         except MpsTrainerError:
             raise
         except Exception as error:
             raise self._error(f"raised {type(error).__name__}: {error}", "make score() work on the CPU") from error
 
-    def _build(self) -> nn.Module:
-        try:
-            with torch.random.fork_rng(devices=[]):
-                return self._task.build_model().requires_grad_(False).eval()
-        except Exception as error:
-            name = type(self._task).__name__
-            raise TaskError(
-                f"build_model of task {name} raised {type(error).__name__} in the operator: {error}",
-                "make it work on the CPU of the explorer's node, or use score_where: sidecar",
-            ) from error
-
     def _error(self, what: str, todo: str) -> TaskError:
         return TaskError(
             f"score of task {type(self._task).__name__}, asked by the operator at step {self.version}, {what}",
             f"{todo}, or use score_where: sidecar",
         )
+
+
+def build_scoring_model(task: AuxiliaryTask) -> nn.Module:
+    """The task's model on the CPU, for `SnapshotScorer`. TaskError when it cannot be built here."""
+    try:
+        with random_state_kept():
+            return task.build_model().requires_grad_(False).eval()
+    except Exception as error:
+        raise TaskError(
+            f"build_model of task {type(task).__name__} raised {type(error).__name__} in the operator: {error}",
+            "make it work on the CPU of the explorer's node, or use score_where: sidecar",
+        ) from error

@@ -12,18 +12,20 @@ pickle.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import names, weights_file, weights_layout
 from mps_trainer.transport.locks import LockFile
 from mps_trainer.transport.segment import process_start
+from mps_trainer.transport.weights_io import check_time, pieces, read_all, write_all
 from mps_trainer.transport.weights_layout import (
     CURRENT,
     LOCK_READER_LIFE,
@@ -89,17 +91,17 @@ class WeightsWriter:
             self._file.close()
             self._number, self._file, self._header = 0, file, header
         number, descriptor = self._number + 1, self._file.check_open()
-        _write(descriptor, memoryview(bytes(weights_layout.HEAD_BYTES)), head_offset(number))
+        write_all(descriptor, memoryview(bytes(weights_layout.HEAD_BYTES)), head_offset(number))
         crc = 0
         begin = self._header.buffer_offset(number % 2)
         for entry, offset, raw in zip(self._entries, self._header.offsets, tensors, strict=True):
             if raw.nbytes != entry.nbytes:
                 raise ValueError(f"{entry.name} has {raw.nbytes} bytes, its entry says {entry.nbytes}")
-            _write(descriptor, raw, begin + offset)
+            write_all(descriptor, raw, begin + offset)
             crc = zlib.crc32(raw, crc)
         head = SnapshotHead(number, version, trained_ns, time.monotonic_ns(), crc)
-        _write(descriptor, memoryview(head.pack(self._header.generation)), head_offset(number))
-        _write(descriptor, memoryview(_WORD.pack(number)), CURRENT)
+        write_all(descriptor, memoryview(head.pack(self._header.generation)), head_offset(number))
+        write_all(descriptor, memoryview(_WORD.pack(number)), CURRENT)
         self._number = number
 
     def close(self) -> None:
@@ -156,9 +158,9 @@ class WeightsWriter:
                 raise TransportError(f"{weights_file.path_of(self._run_id)} was taken while it was made", "try again")
             _reserve(file.fd, header)
             static = header.pack()
-            _write(file.fd, memoryview(header.manifest), weights_layout.MANIFEST)
-            _write(file.fd, memoryview(static)[8:], 8)
-            _write(file.fd, memoryview(static)[:8], 0)
+            write_all(file.fd, memoryview(header.manifest), weights_layout.MANIFEST)
+            write_all(file.fd, memoryview(static)[8:], 8)
+            write_all(file.fd, memoryview(static)[:8], 0)
         except BaseException:
             weights_file.unlink(self._run_id)
             file.close()
@@ -176,10 +178,15 @@ class WeightsReader:
         self._taken = 0
         self._buffer = bytearray()
 
-    def look(self) -> Snapshot | None:
+    def look(self, deadline: float = math.inf, tries: int = _TRIES) -> Snapshot | None:
         """The current snapshot; None when it was returned before, or when there is none.
 
-        Raises TransportError or CorruptRecordError when the file cannot be used; a later look tries again.
+        Args:
+            deadline: monotonic seconds at which the copying stops.
+            tries: how often it lets itself be overtaken by the writer.
+
+        Raises TransportError or CorruptRecordError when the file cannot be used or the time is over; a later look
+        tries again.
         """
         if self._file is not None and weights_file.is_unlinked(self._file):
             self.close()
@@ -190,11 +197,11 @@ class WeightsReader:
         size = os.fstat(self._file.fd).st_size
         if size != self._header.file_bytes:
             raise CorruptRecordError(f"{weights_file.path_of(self._run_id)} was cut to {size} bytes")
-        for _ in range(_TRIES):
+        for _ in range(tries):
             head = _current(self._file, self._header)
             if head is None or head.number == self._taken:
                 return None
-            tensors = self._copy(self._file.fd, self._header, head)
+            tensors = self._copy(self._file.fd, self._header, head, deadline)
             if tensors is not None:
                 self._taken = head.number
                 return Snapshot(head, tensors)
@@ -228,18 +235,20 @@ class WeightsReader:
                 file.close()
 
     def _copy(
-        self, descriptor: int, header: WeightsHeader, head: SnapshotHead
+        self, descriptor: int, header: WeightsHeader, head: SnapshotHead, deadline: float
     ) -> list[tuple[WeightsEntry, memoryview]] | None:
         """The tensors of a snapshot; None when the writer has overtaken us meanwhile."""
         if len(self._buffer) != header.data_bytes:
             self._buffer = bytearray(header.data_bytes)
         whole = memoryview(self._buffer)
-        if not _read(descriptor, whole, header.buffer_offset(head.number % 2)):
+        if not read_all(descriptor, whole, header.buffer_offset(head.number % 2), deadline):
             return None
         tensors, crc = [], 0
         for entry, offset in zip(header.entries, header.offsets, strict=True):
             raw = whole[offset : offset + entry.nbytes]
-            crc = zlib.crc32(raw, crc)
+            for piece, _ in pieces(raw, 0):
+                check_time(deadline)
+                crc = zlib.crc32(piece, crc)
             tensors.append((entry, raw))
         same = os.pread(descriptor, weights_layout.HEAD_BYTES, head_offset(head.number)) == head.pack(header.generation)
         return tensors if same and crc == head.crc else None
@@ -260,31 +269,6 @@ def _current(file: LockFile, header: WeightsHeader) -> SnapshotHead | None:
         if head.number == number:
             return head
     raise CorruptRecordError(f"the current snapshot of weights of run {header.run_id} does not add up")
-
-
-def _pieces(view: memoryview, offset: int) -> Iterator[tuple[memoryview, int]]:
-    # One call moves at most 2 GiB.
-    step = 2**30
-    for at in range(0, view.nbytes, step):
-        yield view[at : at + step], offset + at
-
-
-def _write(descriptor: int, view: memoryview, offset: int) -> None:
-    for piece, at in _pieces(view, offset):
-        while piece.nbytes:
-            count = os.pwrite(descriptor, piece, at)
-            piece, at = piece[count:], at + count
-
-
-def _read(descriptor: int, view: memoryview, offset: int) -> bool:
-    """Fill `view`; False when the file ends before."""
-    for piece, at in _pieces(view, offset):
-        while piece.nbytes:
-            count = os.preadv(descriptor, [piece], at)
-            if not count:
-                return False
-            piece, at = piece[count:], at + count
-    return True
 
 
 def _reserve(descriptor: int, header: WeightsHeader) -> None:

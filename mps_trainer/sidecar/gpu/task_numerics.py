@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from mps_trainer.columns import PackedBatch
 from mps_trainer.errors import PlacementError
 from mps_trainer.sidecar.gpu.faults import is_gpu_fault
-from mps_trainer.sidecar.random_state import random_state, set_random_state
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.tasks import AuxiliaryTask, TaskBatch
+from mps_trainer.tasks.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ The replay buffer's generator is not among them: it belongs to the buffer and is
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -51,3 +52,18 @@ def set_random_state(device: torch.device, states: Mapping[str, Tensor]) -> None
     random.setstate((3, tuple(states["python"].tolist()), python_gauss[0] if python_gauss else None))
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """On the CPU: afterwards all of them go on as if nothing had been drawn.
+
+    Also in a process of others, where numpy's global generator may be of any kind.
+    """
+    numpy_state, python_state = np.random.get_state(legacy=False), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
