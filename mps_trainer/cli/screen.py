@@ -166,9 +166,12 @@ def _drops(status: Status, figures: Figures) -> str:
 
 
 def _scores(status: Status, figures: Figures) -> str:
-    if not status.scored:
+    if status.scored:
+        parts = [f"{status.scored:,} given"]
+    elif figures.score_wait_ms_p50 is not None:
+        parts = ["given by the operator itself"]
+    else:
         return "none asked for"
-    parts = [f"{status.scored:,} given"]
     if figures.score_wait_ms_p50 is not None and figures.score_wait_ms_p99 is not None:
         parts.append(f"in {figures.score_wait_ms_p50:.1f} ms (p99 {figures.score_wait_ms_p99:.1f})")
     if figures.score_age_s is not None:

@@ -91,7 +91,9 @@ def _scores(data: Data) -> Chart:
     caption = "The distribution of the scores in each batch. A high score means: drop me (use: filter)."
     lines = [line for line in data.batches if line.get("scores")]
     if not lines:
-        return Chart(title, caption, nothing="No scores were asked for (use: feed).")
+        return Chart(
+            title, caption, nothing="The sidecar was asked for no scores (use: feed, or score_where: operator)."
+        )
     x = column(lines, "batch")
     low, quarter, middle, three, high = zip(*(line["scores"] for line in lines), strict=True)
     drawing = Drawing("scores")

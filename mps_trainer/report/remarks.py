@@ -69,7 +69,9 @@ def remarks(report: RunReport, operator: list[Line], *, alive: bool) -> list[str
         found.append(f"The AUC ends at {report.last_auc:.2f}: the model knows little more than chance.")
     if lost := sum(report.lost.values()):
         found.append(f"{lost:,} experiences found no room in the ring: raise ring_slots, or lower steps_per_batch.")
-    late, scored = sum(int(line.get("late") or 0) for line in operator), report.scored
+    late = sum(int(line.get("late") or 0) for line in operator)
+    # With `score_where: operator` the sidecar has given none.
+    scored = report.scored or sum(int(line.get("scored") or 0) for line in operator)
     if scored and late > _MOST_LATE * (late + scored):
         found.append(f"{late:,} experiences got their scores too late: raise score_timeout, or lower steps_per_batch.")
     if report.restarts:

@@ -32,7 +32,8 @@ class Figures:
         steps_per_s, experiences_per_s: over the last `RATE_S` seconds.
         losses, aucs: of the last batches, oldest first; the AUC before training on the batch.
         seen, removed, late: experiences that the operator saw, took out (filter, late), got no score for in time.
-        score_wait_ms_p50, score_wait_ms_p99: of the last batches, from the request to the scores, as the operator saw.
+        score_wait_ms_p50, score_wait_ms_p99: of the last batches, from the request to the scores, as the operator saw;
+            the sidecar's where the operator has told nothing yet.
         score_age_s: how long ago the model that gave the last scores had been trained last.
         members: engines on the sidecar's GPU.
     """
@@ -89,8 +90,8 @@ class Watcher:
             seen=_whole(self._last, "seen_total"),
             removed=_whole(self._last, "removed_total"),
             late=_whole(self._last, "late_total"),
-            score_wait_ms_p50=own.get("p50", _quantile(waits, 0.5)),
-            score_wait_ms_p99=own.get("p99", _quantile(waits, 0.99)),
+            score_wait_ms_p50=_quantile(waits, 0.5) if waits else own.get("p50"),
+            score_wait_ms_p99=_quantile(waits, 0.99) if waits else own.get("p99"),
             score_age_s=own.get("age"),
             members=load_members(self.run_dir),
         )
