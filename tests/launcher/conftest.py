@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,14 +15,16 @@ from mps_trainer.run import STATE_DIR_VARIABLE
 
 
 @pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def state(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A state folder of the test's own; runs that a test left are ended, and a test that leaves files fails."""
-    folder = tmp_path / "state"
-    monkeypatch.setenv(STATE_DIR_VARIABLE, str(folder))
-    yield folder
-    end_runs(list_runs(), timeout_s=20)
-    left = sorted(path.name for path in (folder / "runs").glob("*"))
-    assert not left, f"left in the state folder: {left}"
+    # pytest's tmp_path is longer than a Unix socket's path may be, above all with pytest-xdist.
+    with tempfile.TemporaryDirectory(prefix="mt-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name) / "s"
+        monkeypatch.setenv(STATE_DIR_VARIABLE, str(folder))
+        yield folder
+        end_runs(list_runs(), timeout_s=20)
+        left = sorted(path.name for path in (folder / "runs").glob("*"))
+        assert not left, f"left in the state folder: {left}"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,9 @@ def test_every_error_class_is_drawn_in_the_tree():
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             assert node.name in drawing
+
+
+def test_no_two_test_files_have_one_name():
+    """Pytest imports them all as top-level modules; from a second one of a name it collects nothing."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,15 @@ def without_pace(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != PACE}
 
 
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Setting, Benchmark]:
-    monkeypatch.setenv("MPS_TRAINER_STATE_DIR", str(tmp_path / "s"))
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # pytest's tmp_path is longer than a Unix socket's path may be.
+    with tempfile.TemporaryDirectory(prefix="mt-", dir="/tmp") as folder:
+        monkeypatch.setenv("MPS_TRAINER_STATE_DIR", f"{folder}/s")
+        yield
+
+
+def made(tmp_path: Path) -> tuple[Setting, Benchmark]:
     benchmark = planned()
     setting = Setting(benchmark.plans[0], benchmark.options, tmp_path, benchmark.gpus)
     setting._mps = mps_folder("bench")
@@ -88,7 +97,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Setting, Benc
 
 
 def test_who_is_a_client_with_a_mocked_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting, benchmark = made(tmp_path, monkeypatch)
+    setting, benchmark = made(tmp_path)
     original = Work.settings
     # Whether this version has the pace or not.
     monkeypatch.setattr(Work, "settings", lambda work, **more: original(work, **without_pace(more)))
@@ -108,8 +117,8 @@ def test_who_is_a_client_with_a_mocked_gpu(tmp_path: Path, monkeypatch: pytest.M
     }  # fmt: skip
 
 
-def test_the_variables_of_an_mps_sidecar_by_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting, _ = made(tmp_path, monkeypatch)
+def test_the_variables_of_an_mps_sidecar_by_arm(tmp_path: Path) -> None:
+    setting, _ = made(tmp_path)
     found = {}
     for arm in ARMS:
         placement = setting.placement(arm)
@@ -119,8 +128,8 @@ def test_the_variables_of_an_mps_sidecar_by_arm(tmp_path: Path, monkeypatch: pyt
     assert found == {"mps-plain": ("0", None), "mps-low": ("1", "1"), "mps-pace": ("1", "1")}
 
 
-def test_sidecars_of_one_daemon_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting, benchmark = made(tmp_path, monkeypatch)
+def test_sidecars_of_one_daemon_have_folders_of_their_own(tmp_path: Path) -> None:
+    setting, benchmark = made(tmp_path)
     daemon = mps_folder("bench")
     daemon.make()
     (daemon.pipe_dir / "control").touch()
@@ -135,8 +144,8 @@ def test_sidecars_of_one_daemon_have_folders_of_their_own(tmp_path: Path, monkey
     assert (daemon.pipe_dir / "control").exists()
 
 
-def test_the_spec_of_a_vllm_engine_holds_the_longest_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting, _ = made(tmp_path, monkeypatch)
+def test_the_spec_of_a_vllm_engine_holds_the_longest_rollout(tmp_path: Path) -> None:
+    setting, _ = made(tmp_path)
     spec = setting.engine_spec("client")
     assert (spec["kind"], spec["shape"], spec["sequences"], spec["longest"]) == ("vllm", "7B", 256, 128 + 768)
 
