@@ -37,6 +37,8 @@ from mps_trainer.run import State, Status
 from mps_trainer.tasks import wire_columns
 from mps_trainer.transport import OperatorChannel, RingSettings
 
+# What the longest round, that of a hang, may take.
+ROUND_S = 40.0
 GOOD, ASSERTS_IN_LOSS, HANGS_IN_SCORE, ASSERTS_IN_SCORE = 1.0, -1.0, -2.0, -3.0
 VICTIM_LIMIT = 4 * 2**30
 HANG_S = 5
@@ -200,12 +202,13 @@ def drill(work: Path, args: argparse.Namespace) -> dict[str, Any]:
         facts["rounds"] = []
         for way, mark in (("device-side assert in loss()", ASSERTS_IN_LOSS), ("hang in score()", HANGS_IN_SCORE),
                           ("device-side assert in score()", ASSERTS_IN_SCORE)):  # fmt: skip
-            if facts["rounds"] and time.monotonic() > deadline - 25:
+            if facts["rounds"] and time.monotonic() > deadline - ROUND_S:
                 break
             found = lab.poison(way, mark)
             if counter is not None and victim is not None:
                 found["victim"] = look_at(counter, victim)
             facts["rounds"].append(found)
+            print(f"{time.monotonic() - started:6.1f} s {json.dumps(found)}", flush=True)
         facts["status"] = cli("status").splitlines()
         lab.channel.close()
     finally:

@@ -47,7 +47,9 @@ def write_base(folder: Path, shape: str) -> int:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=32768, tie_word_embeddings=True, pad_token_id=0)
+    # The pad is an id of its own, as in Qwen2.5: its embedding is zeros, which no text should hold.
+    pad = SHAPES[shape]["vocab_size"] - 1
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=32768, tie_word_embeddings=True, pad_token_id=pad)
     model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -62,7 +64,7 @@ def rows(shape: str, size: int, max_tokens: int) -> Callable[[], dict[str, Any]]
     def make() -> dict[str, Any]:
         reward = rng.random(size, np.float32)
         lengths = rng.integers(max(1, max_tokens // 4), max_tokens + 1, size)
-        tokens = [rng.integers(0, vocabulary, length, np.int32) for length in lengths]
+        tokens = [rng.integers(0, vocabulary - 1, length, np.int32) for length in lengths]
         first, sent[0] = sent[0], sent[0] + size
         groups = [f"t{(first + i) // RUNS}" for i in range(size)]
         return {"group": groups, "reward": reward, "outcome": reward, "tokens": tokens}

@@ -15,7 +15,9 @@ RUNS = 4
 def worst_case_batch(columns: Sequence[Column], num_rows: int) -> PackedBatch:
     """`num_rows` experiences with every sequence at its maximum.
 
-    Whole numbers are 0 or 1, because a token id or a class that the task cannot know would be no fault of it.
+    Whole numbers are 0 or 1, because a token id or a class that the task cannot know would be no fault of it; and a
+    sequence begins with 1. Id 0 is the pad of many vocabularies, with an embedding of zeros: ahead of every other token
+    such zeros stay zeros in all layers, where RMSNorm's gradient is 1 / sqrt(eps), and 24 layers of it overflow.
     Floats lie in [0.01, 0.99]: a reward that is a label, a probability and a number to take the logarithm of.
     """
     rng = np.random.default_rng(0)
@@ -32,7 +34,10 @@ def _column(column: Column, num_rows: int, rng: np.random.Generator) -> PackedCo
     if column.kind == "ragged":
         length = column.maximum or 0
         offsets = (np.arange(num_rows + 1) * length).astype(np.int32)
-        return PackedColumn(_values(column, (num_rows * length,), rng), offsets)
+        values = _values(column, (num_rows * length,), rng)
+        if length and values.dtype.kind != "f":
+            values[offsets[:-1]] = 1
+        return PackedColumn(values, offsets)
     shape = (num_rows, column.width) if column.kind == "vector" else (num_rows,)
     return PackedColumn(_values(column, shape, rng))
 

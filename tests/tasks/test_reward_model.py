@@ -290,6 +290,26 @@ def test_it_passes_probation_and_the_dry_step_counts_nothing(decoder: Path) -> N
     assert [w for w in report.warnings if "must have the tokenizer of the policy" in w]
 
 
+def test_the_dry_step_of_a_deep_decoder_with_an_embedding_of_zeros_stays_finite(tmp_path: Path) -> None:
+    """A GPU run found it: pads ahead of all other tokens let the gradient of a deep network overflow."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32, hidden_size=128, intermediate_size=256, num_hidden_layers=24, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, pad_token_id=0,
+        initializer_range=0.1,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    task = task_of(tmp_path, max_tokens=16)
+    worst = worst_case_batch(wire_columns(task), 8)
+    Trainer(task, 8, 0).dry_step(worst)
+    for row in range(8):
+        worst.columns["tokens"].values[worst.columns["tokens"].offsets[row]] = 0
+    with pytest.raises(TaskError, match="not finite"):
+        Trainer(task, 8, 0).dry_step(worst)
+
+
 def test_a_token_beyond_the_vocabulary_is_told(decoder: Path) -> None:
     rows = token_rows(np.random.default_rng(0), 8)
     rows["tokens"][2] = np.array([3, 400], np.int32)
