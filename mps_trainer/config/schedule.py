@@ -41,8 +41,8 @@ class ReplaySettings(Section):
 
     @model_validator(mode="after")
     def _all_have_a_say(self) -> ReplaySettings:
-        _only_with("replay", self, "sampling", "recency", ("half_life",))
-        _only_with("replay", self, "sampling", "priority", ("priority_exponent", "importance_exponent"))
+        only_with("replay", self, "sampling", "recency", ("half_life",))
+        only_with("replay", self, "sampling", "priority", ("priority_exponent", "importance_exponent"))
         return self
 
 
@@ -70,12 +70,12 @@ class ScheduleSettings(Section):
 
     @model_validator(mode="after")
     def _all_have_a_say(self) -> ScheduleSettings:
-        _only_with("schedule", self, "train", "epochs", ("epochs",))
-        _only_with("schedule", self, "train", "continuous", ("max_replays",))
+        only_with("schedule", self, "train", "epochs", ("epochs",))
+        only_with("schedule", self, "train", "continuous", ("max_replays",))
         if self.train == "continuous" and self.train_every != 1:
             raise ValueError("schedule.train_every goes with train: steps or epochs; remove it or train: continuous")
         if self.rate == "constant":
-            _only_with("schedule", self, "rate", "linear or cosine", ("rate_steps", "rate_end"))
+            only_with("schedule", self, "rate", "linear or cosine", ("rate_steps", "rate_end"))
         elif self.rate_steps is None:
             raise ValueError(f"schedule.rate is {self.rate}, but there is no rate_steps; write after how many it ends")
         elif self.rate_warmup >= self.rate_steps:
@@ -120,13 +120,14 @@ def check_schedule(settings: _Scheduled) -> None:
         )
 
 
-def _only_with(section: str, found: Section, chooser: str, choice: str, names: tuple[str, ...]) -> None:
+def only_with(section: str, found: Section, chooser: str, choice: str, names: tuple[str, ...]) -> None:
+    """ValueError for a setting that differs from its default and has no say, since `chooser` is not `choice`."""
     chosen: Any = getattr(found, chooser)
     if chosen == choice:
         return
     for name in names:
         if getattr(found, name) != type(found).model_fields[name].default:
             raise ValueError(
-                f"{section}.{name} goes with {chooser}: {choice}, but {chooser} is {chosen}; "
+                f"{section}{'.' if section else ''}{name} goes with {chooser}: {choice}, but {chooser} is {chosen}; "
                 f"remove {name}, or write {chooser}: {choice}"
             )

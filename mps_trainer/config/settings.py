@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from mps_trainer.config.schedule import STEPS_PER_BATCH, ReplaySettings, ScheduleSettings, check_schedule
+from mps_trainer.config.schedule import STEPS_PER_BATCH, ReplaySettings, ScheduleSettings, check_schedule, only_with
 from mps_trainer.config.section import Section
 from mps_trainer.config.units import parse_duration, parse_size
 from mps_trainer.errors import ConfigError
@@ -202,6 +202,13 @@ class Settings(Section):
     @model_validator(mode="after")
     def _schedule_fits(self) -> Settings:
         check_schedule(self)
+        return self
+
+    @model_validator(mode="after")
+    def _scores_have_a_say(self) -> Settings:
+        if self.use == "feed":
+            only_with("", self, "use", "filter or reward", ("max_staleness", "score_where"))
+        only_with("", self, "score_where", "operator", ("snapshot_every",))
         return self
 
     @model_validator(mode="after")

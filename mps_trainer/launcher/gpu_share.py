@@ -207,10 +207,6 @@ class GpuShare:
         """Judge engines that have come up since the last call; the proof, or its absence, is in the log."""
         self._membership.prove(self.engines)
 
-    def unproven_engines(self) -> list[EngineRecord]:
-        """Engines that say they are up and of which no process is a client: their membership is not claimed."""
-        return self._membership.unproven(self.engines)
-
     def close(self, timeout_s: float = 10.0) -> bool:
         """Stop listening and end the daemon; False when clients still use it, which are left alone.
 

@@ -44,7 +44,7 @@ class Membership:
         if not new or time.monotonic() < self._next:
             return
         try:
-            unproven = {engine.request.pid for engine in self.unproven(engines)}
+            unproven = {engine.request.pid for engine in self._unproven(engines)}
         except PlacementError as error:
             self._next = time.monotonic() + self._every_s
             self._give_up(new, error)
@@ -87,7 +87,7 @@ class Membership:
             # A full disk is no reason to leave a sidecar and a daemon without their supervisor.
             log.error("members.json does not name engine %d: %s", engine.request.pid, error)
 
-    def unproven(self, engines: Sequence[EngineRecord]) -> list[EngineRecord]:
+    def _unproven(self, engines: Sequence[EngineRecord]) -> list[EngineRecord]:
         """Engines that say they are up and of which no process is a client: their membership is not claimed."""
         up = [engine for engine in engines if engine.state == "ready"]
         if not up:

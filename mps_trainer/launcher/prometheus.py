@@ -4,16 +4,19 @@ consumes   what `status` reads: the run folder's files, at each scrape
 produces   the metrics of docs/watching.md, every one with the label `run_id`
 serves     in daemon threads of the supervisor, which lives through the sidecar's restarts and is small
 
-It binds to this machine alone. A port that is taken costs the metrics and nothing else.
+It binds to this machine alone. A port that is taken, or whatever else is wrong with the metrics, costs them and nothing
+else.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,8 @@ log = logging.getLogger("mps_trainer.supervisor")
 
 ADDRESS = "127.0.0.1"
 _PREFIX = "mps_trainer_"
+# Before it `start_http_server` returned nothing that could be ended.
+_OLDEST = (0, 19)
 
 # Name, what it is, and the number; "_total" is added to a counter's name.
 _Number = Callable[[Status], "float | None"]
@@ -64,12 +69,27 @@ _GAUGES: tuple[tuple[str, str, _Number], ...] = (
 
 
 def check_prometheus(settings: Settings) -> None:
-    """ConfigError when `prometheus_port` is set and prometheus-client is not installed."""
-    if settings.prometheus_port and importlib.util.find_spec("prometheus_client") is None:
+    """ConfigError when `prometheus_port` is set and prometheus-client is not installed, or too old."""
+    if settings.prometheus_port and (found := _unusable()):
         raise ConfigError(
-            f"prometheus_port is {settings.prometheus_port}, and prometheus-client is not installed",
+            f"prometheus_port is {settings.prometheus_port}, and {found}",
             "pip install 'mps-trainer[prometheus]', or leave prometheus_port out",
         )
+
+
+def _unusable() -> str:
+    """What is wrong with the installed prometheus-client; "" when nothing is known to be."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        return "prometheus-client is not installed"
+    try:
+        version = importlib.metadata.version("prometheus-client")
+    except importlib.metadata.PackageNotFoundError:
+        # A copy without its metadata: it is tried.
+        return ""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is not None and (int(match[1]), int(match[2])) < _OLDEST:
+        return f"prometheus-client {version} is installed, which is older than {_OLDEST[0]}.{_OLDEST[1]}"
+    return ""
 
 
 @contextmanager
@@ -81,20 +101,23 @@ def serving(record: RunRecord, paths: RunPaths, tell: Callable[[str], object]) -
         yield
     finally:
         if server is not None:
-            server.shutdown()
-            server.server_close()
+            with suppress(OSError):
+                server.shutdown()
+                server.server_close()
 
 
 def _start(record: RunRecord, paths: RunPaths, port: int, tell: Callable[[str], object]) -> Any:
     where = f"http://{ADDRESS}:{port}/metrics"
     try:
+        if found := _unusable():
+            raise ImportError(found)
         from prometheus_client import CollectorRegistry, start_http_server
 
         # A registry of our own: the default one tells of this process, which is not what people want to see.
         registry = CollectorRegistry()
         registry.register(RunCollector(record, paths))
         server, _ = start_http_server(port, ADDRESS, registry)
-    except (OSError, ImportError) as error:
+    except Exception as error:  # noqa: BLE001  # a run is worth more than its metrics
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         log.warning("no Prometheus metrics at %s: %s; the run goes on without them", where, why)
         tell(f"no Prometheus metrics at {where}: {why}; the run goes on (choose another prometheus_port next time)")
@@ -105,13 +128,18 @@ def _start(record: RunRecord, paths: RunPaths, port: int, tell: Callable[[str], 
 
 
 class RunCollector:
-    """Makes the metrics at each scrape."""
+    """Makes the metrics at each scrape.
+
+    A counter never falls: a sidecar that goes on from its checkpoint begins below where its predecessor was, and
+    Prometheus would take that for a counter that began at zero.
+    """
 
     def __init__(self, record: RunRecord, paths: RunPaths) -> None:
         self._record = record
         self._paths = paths
         self._watcher = Watcher(Path(record.run_dir))
         self._guard = threading.Lock()
+        self._highest: dict[tuple[str, ...], float] = {}
 
     def describe(self) -> list[Metric]:
         """Nothing: the names need not be known before the first scrape."""
@@ -121,7 +149,10 @@ class RunCollector:
         """All metrics that have a number now."""
         # Each scrape has a thread, and two may come at once.
         with self._guard:
-            figures = self._watcher.look()
+            metrics = list(self._metrics(self._watcher.look()))
+        yield from metrics
+
+    def _metrics(self, figures: Figures) -> Iterator[Metric]:
         record = self._record
         info = {"device": record.device, "mps": record.mps, "task": str(record.settings.get("task", ""))}
         yield self._gauge("run_info", "The run", [(info, 1.0)])
@@ -143,8 +174,8 @@ class RunCollector:
 
     def _of_the_operator(self, figures: Figures) -> Iterator[Metric]:
         for name, text, total in (
-            ("experiences_seen", "Experiences that came by the operator", figures.seen),
-            ("experiences_removed", "Experiences that the operator took out: filter, on_late: drop", figures.removed),
+            ("experiences_seen", "Experiences that came by the operators", figures.seen),
+            ("experiences_removed", "Experiences that operators took out: filter, on_late: drop", figures.removed),
             ("experiences_late", "Experiences whose scores were late", figures.late),
         ):
             if total is not None:
@@ -170,5 +201,7 @@ class RunCollector:
 
         family = CounterMetricFamily(_PREFIX + name, text, labels=["run_id", *samples[0][0]])
         for labels, value in samples:
-            family.add_metric([self._record.run_id, *labels.values()], value)
+            key = (name, *labels.values())
+            self._highest[key] = max(value, self._highest.get(key, 0.0))
+            family.add_metric([self._record.run_id, *labels.values()], self._highest[key])
         return family

@@ -238,7 +238,7 @@ def _resolve(node: DictConfig, key: str) -> Any:
     try:
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise _unresolved(getattr(error, "full_key", None) or key, error) from None
+        raise _unresolved(error.full_key or key, error) from None
 
 
 def _unresolved(key: str, error: OmegaConfBaseException) -> ConfigError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,6 +47,8 @@ class AuxTrainer(ExperienceOperatorV1):
         _log_where_trinity_logs()
         self._settings = load_settings(args)
         self._policy = ScorePolicy(self._settings)
+        # Several may append to one operator.jsonl, and one that Ray starts anew counts from zero.
+        self._identity = secrets.token_hex(8)
         self._feeder: Feeder | None = None
         self._feeds = self._settings.enabled and not self._settings.record_only
         self._recorder: Recorder | None = None
@@ -165,7 +168,15 @@ class AuxTrainer(ExperienceOperatorV1):
             }
             for index, score, why in outcome.dropped
         ]
-        return {"t": time.time(), "batch": self._num_batches, "seen": len(exps), "dropped": dropped, **outcome.metrics}
+        return {
+            # First: `run.operator_totals` looks for it there.
+            "operator": self._identity,
+            "t": time.time(),
+            "batch": self._num_batches,
+            "seen": len(exps),
+            "dropped": dropped,
+            **outcome.metrics,
+        }
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         assert self._thread is not None

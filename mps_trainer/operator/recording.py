@@ -181,8 +181,8 @@ def experience_line(experience: ExperienceLike, batch: int) -> tuple[bytes, int]
     texts, failed = _texts(values)
     left_out += failed
     parts += [f'"{name}": {text}' for name, text in texts.items()]
-    for name in ("info", "metrics"):
-        texts, failed = _texts(getattr(experience, name, None) or {})
+    for name, held in (("info", experience.info), ("metrics", experience.metrics)):
+        texts, failed = _texts(held or {})
         left_out += failed
         if texts:
             parts.append(f'"{name}": {{{", ".join(f"{json.dumps(key)}: {text}" for key, text in texts.items())}}}')

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from mps_trainer.columns import Array
-
-#: As the sidecar's quantiles of scores.
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+from mps_trainer.run.quantiles import quantiles_of
 
 
 def rewards_of(experiences: Sequence[Any]) -> Array:
@@ -48,5 +46,5 @@ class RewardChange:
         for name, values in (("", before), ("_kept", after)):
             if len(values):
                 change.metrics[f"reward_mean{name}"] = float(values.mean())
-                change.quantiles[f"rewards{name}"] = [round(float(q), 6) for q in np.quantile(values, QUANTILES)]
+                change.quantiles[f"rewards{name}"] = quantiles_of(values)
         return change

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from mps_trainer.run import State, Status
 
-# By the name of the field: what a status does not have is not told.
-_SCORES = ("score_age_s", "score_latency_ms_p50", "score_latency_ms_p99")
-
 
 def figures_of(status: Status) -> dict[str, int | float]:
     """Plain ints and floats, the only types that survive Trinity's filter; a number that does not exist is left out."""
-    optional = {"loss": status.loss, "auc": status.auc, **{name: getattr(status, name, None) for name in _SCORES}}
+    optional = {
+        "loss": status.loss,
+        "auc": status.auc,
+        # `score_age_s` is that of the scores of the batch itself.
+        "sidecar_score_age_s": status.score_age_s,
+        "score_latency_ms_p50": status.score_latency_ms_p50,
+        "score_latency_ms_p99": status.score_latency_ms_p99,
+    }
     return {
         "sidecar_restarts": status.restarts,
         "sidecar_failed": int(status.state is State.FAILED),

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.errors import RunError
+from mps_trainer.run.quantiles import QUANTILES
 
 Line = dict[str, Any]
-_NUM_QUANTILES = 5
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -99,7 +99,7 @@ def is_number(value: Any) -> bool:
 
 
 def _is_quantiles(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == _NUM_QUANTILES and all(map(is_number, value))
+    return isinstance(value, list) and len(value) == len(QUANTILES) and all(map(is_number, value))
 
 
 def _is_counts(value: Any) -> bool:

@@ -1,12 +1,11 @@
 """The figures of a run at one moment, for those who watch it: `status`, `status --watch`, Prometheus.
 
 consumes   status.json, members.json, the ends of metrics.jsonl and operator.jsonl; nothing of the sidecar itself
-produces   `Figures`; a look costs under a millisecond, the first one some tens
+produces   `Figures`; a look costs under a millisecond, the first one some tens, and more where operator.jsonl is long
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.run.members import Member, load_members
+from mps_trainer.run.operator_totals import OperatorTotals
 from mps_trainer.run.status import Status
-from mps_trainer.run.tail import Line, Tail
+from mps_trainer.run.tail import Line, Tail, number_in
 
 #: Seconds that a rate is taken over.
 RATE_S = 30.0
@@ -31,7 +31,8 @@ class Figures:
         status: the sidecar's last word; None before its first.
         steps_per_s, experiences_per_s: over the last `RATE_S` seconds.
         losses, aucs: of the last batches, oldest first; the AUC before training on the batch.
-        seen, removed, late: experiences that the operator saw, took out (filter, late), got no score for in time.
+        seen, removed, late: experiences that the operators saw, took out (filter, late), got no score for in time; over
+            all operators that the run has had.
         score_wait_ms_p50, score_wait_ms_p99: of the last batches, from the request to the scores, as the operator saw;
             the sidecar's where the operator has told nothing yet.
         score_age_s: how long ago the model that gave the last scores had been trained last.
@@ -68,7 +69,7 @@ class Watcher:
         self._losses: deque[float] = deque(maxlen=_MOST_POINTS)
         self._aucs: deque[float] = deque(maxlen=_MOST_POINTS)
         self._waits: deque[float] = deque(maxlen=_MOST_WAITS)
-        self._last: Line = {}
+        self._totals = OperatorTotals(run_dir / "operator.jsonl")
 
     def look(self) -> Figures:
         """Read what is new. Between two lives of a sidecar the last known figures stay."""
@@ -76,10 +77,10 @@ class Watcher:
         for line in self._metrics.read():
             self._take(line)
         for line in self._operator.read():
-            self._last = line
-            waits_ms = (_number(line, name) for name in ("score_latency_ms", "score_wait_ms"))
+            waits_ms = (number_in(line, name) for name in ("score_latency_ms", "score_wait_ms"))
             self._waits.extend([ms for ms in waits_ms if ms is not None][:1])
-        status, waits = self._status, sorted(self._waits)
+        self._totals.read()
+        status, waits, totals = self._status, sorted(self._waits), self._totals
         own = _scores_of(status)
         return Figures(
             status=status,
@@ -87,9 +88,9 @@ class Watcher:
             experiences_per_s=self._rate(2),
             losses=list(self._losses),
             aucs=list(self._aucs),
-            seen=_whole(self._last, "seen_total"),
-            removed=_whole(self._last, "removed_total"),
-            late=_whole(self._last, "late_total"),
+            seen=totals.total("seen_total"),
+            removed=totals.total("removed_total"),
+            late=totals.total("late_total"),
             score_wait_ms_p50=_quantile(waits, 0.5) if waits else own.get("p50"),
             score_wait_ms_p99=_quantile(waits, 0.99) if waits else own.get("p99"),
             score_age_s=own.get("age"),
@@ -97,12 +98,12 @@ class Watcher:
         )
 
     def _take(self, line: Line) -> None:
-        when, step, experiences = (_number(line, name) for name in ("t", "step", "experiences"))
+        when, step, experiences = (number_in(line, name) for name in ("t", "step", "experiences"))
         if line.get("kind") != "batch" or when is None or step is None or experiences is None:
             return
         self._points.append((when, step, experiences))
         for name, series in (("loss", self._losses), ("auc", self._aucs)):
-            if (value := _number(line, name)) is not None:
+            if (value := number_in(line, name)) is not None:
                 series.append(value)
 
     def _rate(self, column: int) -> float | None:
@@ -122,21 +123,10 @@ class Watcher:
 
 def _scores_of(status: Status | None) -> dict[str, float]:
     """What the sidecar itself says of its scores, where it does."""
-    names = {"age": "score_age_s", "p50": "score_latency_ms_p50", "p99": "score_latency_ms_p99"}
-    found = {key: getattr(status, name, None) for key, name in names.items()}
+    if status is None:
+        return {}
+    found = {"age": status.score_age_s, "p50": status.score_latency_ms_p50, "p99": status.score_latency_ms_p99}
     return {key: float(value) for key, value in found.items() if value is not None}
-
-
-def _number(line: Line, name: str) -> float | None:
-    value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 2**63 or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _whole(line: Line, name: str) -> int | None:
-    value = _number(line, name)
-    return None if value is None else int(value)
 
 
 def _quantile(ordered: list[float], share: float) -> float | None:

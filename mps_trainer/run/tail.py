@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,20 @@ class Tail:
         whole, newline, _ = chunk.rpartition(b"\n")
         self._at += len(whole) + len(newline)
         lines = whole.split(b"\n")[1 if torn else 0 :]
-        return [line for line in map(_parse, lines) if isinstance(line, dict)]
+        return [line for line in map(parse_line, lines) if isinstance(line, dict)]
 
 
-def _parse(text: bytes) -> Any:
+def parse_line(text: bytes) -> Any:
+    """The JSON value of a line; None when it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def number_in(line: Line, name: str) -> float | None:
+    """The number of that name; None when there is none, or it is out of all range."""
+    value = line.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 2**63 or not math.isfinite(value):
+        return None
+    return float(value)

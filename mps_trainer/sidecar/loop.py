@@ -146,6 +146,9 @@ class Sidecar:
 
     def _tell_of_resuming(self) -> None:
         self._status.resumed_from = self._learning.resumed_from
+        # The journal holds no scores: those since the checkpoint are told by the predecessor alone.
+        counters = self._learner.counters
+        counters.scored = max(counters.scored, self._status.scored)
         if self._learning.resumed_from is not None or self._status.restarts:
             self._metrics.write("resume", {"step": self._trainer.step, "batch": self._learner.counters.batches})
         if self._journal.unread:

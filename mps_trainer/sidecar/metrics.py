@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from mps_trainer.columns import Array
+from mps_trainer.run.quantiles import quantiles_of
 from mps_trainer.sidecar.own_files import OwnFiles
 
 _log = logging.getLogger(__name__)
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 class MetricsLog:
@@ -94,7 +94,5 @@ class MetricsLog:
 
 
 def quantiles(scores: list[Array]) -> list[float] | None:
-    """The `QUANTILES` of all scores of a batch, None when none were asked for."""
-    if not scores:
-        return None
-    return [round(float(value), 6) for value in np.quantile(np.concatenate(scores), QUANTILES)]
+    """The quantiles of all scores of a batch, None when none were asked for."""
+    return quantiles_of(np.concatenate(scores)) if scores else None

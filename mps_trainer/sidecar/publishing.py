@@ -14,9 +14,12 @@ from mps_trainer.errors import PlacementError, TaskError, TransportError
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.tasks.model_weights import describe_weights, weights_bytes
 from mps_trainer.transport import WeightsWriter
+from mps_trainer.transport.shortage import ShortageError
 
 _log = logging.getLogger(__name__)
 _SHARE = 1 / 20
+#: How long to try for the file while another process holds it.
+TAKE_S = 5.0
 
 
 class Snapshots:
@@ -42,15 +45,15 @@ class Publisher(Snapshots):
     """Writes the trainer's weights to shared memory; see above."""
 
     def __init__(self, trainer: Trainer, run_id: str, every_s: float) -> None:
-        """Take the room in /dev/shm. PlacementError when there is none, with the bytes and what to raise."""
+        """Take the room in /dev/shm. PlacementError when there is none, with the bytes and what to raise.
+
+        TransportError when something that passes has not passed in time: a successor may do better.
+        """
         self._trainer = trainer
         self._every_s = every_s
         self._next = 0.0
         self._said = False
-        try:
-            self._writer = WeightsWriter(run_id, describe_weights(trainer.model))
-        except TransportError as error:
-            raise PlacementError(error.message, error.todo) from error
+        self._writer = _writer(trainer, run_id)
         _log.info("snapshots of the weights take %.1f MiB of /dev/shm", self._writer.file_bytes / 2**20)
 
     def publish_if_due(self) -> None:
@@ -80,6 +83,21 @@ class Publisher(Snapshots):
     def close(self) -> None:
         """See `Snapshots`."""
         self._writer.close()
+
+
+def _writer(trainer: Trainer, run_id: str) -> WeightsWriter:
+    entries = describe_weights(trainer.model)
+    deadline = time.monotonic() + TAKE_S
+    while True:
+        try:
+            return WeightsWriter(run_id, entries)
+        except TransportError as error:
+            if isinstance(error, ShortageError) and error.of_room:
+                raise PlacementError(error.message, error.todo) from error
+            if time.monotonic() >= deadline:
+                raise
+        # A predecessor on its way out, a sweep that tries its locks, want of descriptors: nobody can post their end.
+        time.sleep(0.02)
 
 
 def snapshots_for(settings: Settings, trainer: Trainer, run_id: str) -> Snapshots:

@@ -11,7 +11,6 @@ pickle.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import secrets
@@ -39,7 +38,6 @@ from mps_trainer.transport.weights_layout import (
 _WORD = struct.Struct("<Q")
 #: Times that a reader lets itself be overtaken by the writer before it gives up until the next look.
 _TRIES = 4
-_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class WeightsWriter:
     def __init__(self, run_id: str, entries: Sequence[WeightsEntry]) -> None:
         """Take over the run's file when it holds the same tensors, else make one.
 
-        Raises TransportError when /dev/shm has no room, with the bytes and what to raise; when another process
-        writes to it; ValueError for an entry that no manifest can hold.
+        Raises ShortageError when /dev/shm has no room, with the bytes and what to raise; TransportError when another
+        process writes to it; ValueError for an entry that no manifest can hold.
         """
         self._run_id = run_id
         self._entries = weights_layout.check_entries(entries)
@@ -156,7 +154,7 @@ class WeightsWriter:
         try:
             if not file.try_lock(LOCK_WRITER_LIFE):
                 raise TransportError(f"{weights_file.path_of(self._run_id)} was taken while it was made", "try again")
-            _reserve(file.fd, header)
+            weights_file.reserve(file.fd, header)
             static = header.pack()
             write_all(file.fd, memoryview(header.manifest), weights_layout.MANIFEST)
             write_all(file.fd, memoryview(static)[8:], 8)
@@ -269,20 +267,3 @@ def _current(file: LockFile, header: WeightsHeader) -> SnapshotHead | None:
         if head.number == number:
             return head
     raise CorruptRecordError(f"the current snapshot of weights of run {header.run_id} does not add up")
-
-
-def _reserve(descriptor: int, header: WeightsHeader) -> None:
-    # ftruncate would succeed on a full tmpfs, and a snapshot would find no room in the middle of a run.
-    try:
-        os.posix_fallocate(descriptor, 0, header.file_bytes)
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        room = os.statvfs(names.SHM_DIR)
-        raise TransportError(
-            f"{names.SHM_DIR} has {room.f_bavail * room.f_frsize} bytes free, score_where: operator needs "
-            f"{header.file_bytes} bytes ({header.file_bytes / 2**20:.1f} MiB: twice the model's weights): "
-            f"{error.strerror}",
-            "give the container more (docker --shm-size=1g or more; Kubernetes: an emptyDir with medium Memory on "
-            "/dev/shm), remove leftovers with `mps-trainer down`, or use score_where: sidecar",
-        ) from error

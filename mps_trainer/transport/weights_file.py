@@ -12,6 +12,7 @@ a file that somebody cuts short is an error and no SIGBUS. Imports nothing heavy
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -23,6 +24,7 @@ from mps_trainer.transport.locks import LockFile
 from mps_trainer.transport.weights_layout import LOCK_READER_LIFE, LOCK_WRITER_LIFE, WeightsHeader
 
 log = logging.getLogger(__name__)
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -137,3 +139,23 @@ def _is_settled(file: LockFile, run_id: str, unfinished_s: float) -> bool:
     except TransportError:
         return time.time() - os.fstat(file.fd).st_mtime >= unfinished_s
     return True
+
+
+def reserve(descriptor: int, header: WeightsHeader) -> None:
+    """Take the room for the whole file, or raise a ShortageError `of_room` that says how much is missing."""
+    # ftruncate would succeed on a full tmpfs, and a snapshot would find no room in the middle of a run.
+    try:
+        os.posix_fallocate(descriptor, 0, header.file_bytes)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        room = os.statvfs(names.SHM_DIR)
+        found = shortage.ShortageError(
+            f"{names.SHM_DIR} has {room.f_bavail * room.f_frsize} bytes free, score_where: operator needs "
+            f"{header.file_bytes} bytes ({header.file_bytes / 2**20:.1f} MiB: twice the model's weights): "
+            f"{error.strerror}",
+            "give the container more (docker --shm-size=1g or more; Kubernetes: an emptyDir with medium Memory on "
+            "/dev/shm), remove leftovers with `mps-trainer down`, or use score_where: sidecar",
+        )
+        found.of_room = True
+        raise found from error

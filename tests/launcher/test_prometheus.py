@@ -120,3 +120,69 @@ def test_a_missing_package_is_told_before_anything_starts(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"not installed") as caught:
         check_prometheus(Settings(prometheus_port=9400))
     assert "mps-trainer[prometheus]" in caught.value.todo
+
+
+def totals(operator: str, seen: int) -> str:
+    return json.dumps({"operator": operator, "seen_total": seen, "removed_total": 0}) + "\n"
+
+
+def test_counters_do_not_fall_when_a_sidecar_or_an_operator_begins_again(tmp_path: Path) -> None:
+    port = free_port()
+    names = ("experiences_received", "experiences_trained", "experiences_seen")
+    log = tmp_path / "operator.jsonl"
+
+    def counters() -> list[float]:
+        found = scrape(port)
+        assert found["mps_trainer_model_version", ""] == Status.load(tmp_path).version
+        lost = found["mps_trainer_experiences_lost_total", 'policy="oldest"']
+        return [*(found[f"mps_trainer_{name}_total", ""] for name in names), lost]
+
+    def say(version: int, experiences: int, lost: int) -> None:
+        Status(
+            run_id=RUN_ID, version=version, experiences=experiences, trained=8 * version, lost_oldest=lost
+        ).save(tmp_path)  # fmt: skip
+
+    with serving(make_record(tmp_path, port), run_paths(RUN_ID), lambda _: None):
+        say(100, 1000, 30)
+        log.write_text(totals("aa", 1000))
+        assert counters() == [1000, 800, 1000, 30]
+        # From a checkpoint, and the operator with it.
+        say(80, 700, 0)
+        with log.open("a") as file:
+            file.write(totals("bb", 50))
+        assert counters() == [1000, 800, 1050, 30]
+        say(120, 1100, 31)
+        with log.open("a") as file:
+            file.write(totals("bb", 100))
+        assert counters() == [1100, 960, 1100, 31]
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("0.18.0", True), ("0.9", True), ("0.19.0", False), ("1.2rc1", False)]
+)
+def test_an_old_client_is_refused_before_the_run_and_ends_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, refused: bool
+) -> None:
+    monkeypatch.setattr(prometheus.importlib.metadata, "version", lambda _: version)
+    told: list[str] = []
+    if not refused:
+        check_prometheus(Settings(prometheus_port=9400))
+        return
+    with pytest.raises(ConfigError, match=rf"prometheus-client {version} is installed, which is older than 0\.19"):
+        check_prometheus(Settings(prometheus_port=9400))
+    check_prometheus(Settings())
+    with serving(make_record(tmp_path, free_port()), run_paths(RUN_ID), told.append):
+        pass
+    assert version in told[0]
+    assert "the run goes on" in told[0]
+
+
+def test_whatever_the_client_does_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import prometheus_client
+
+    # What it gave before 0.19.
+    monkeypatch.setattr(prometheus_client, "start_http_server", lambda *_: None)
+    told: list[str] = []
+    with serving(make_record(tmp_path, free_port()), run_paths(RUN_ID), told.append):
+        pass
+    assert "cannot unpack non-iterable NoneType object; the run goes on" in told[0]

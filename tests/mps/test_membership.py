@@ -4,7 +4,6 @@ import os
 import time
 from unittest.mock import Mock
 
-import pytest
 from mps_helpers import FAKE_CONTROL, UUIDS, join, supervisor_log, wait_for
 from test_two_gpus import RAY
 
@@ -71,8 +70,3 @@ def test_proven_and_unproven_engines_are_named_for_the_status(state, tmp_path):
     ours = os.getpid()
     Membership(HonestDaemon(mps_folder("abcd1234"), str(FAKE_CONTROL)), tmp_path).prove([engine(ours), engine(2**22)])
     assert [(member.pid, member.proven) for member in load_members(tmp_path)] == [(ours, True), (2**22, False)]
-
-
-def test_mute_daemon_is_no_proof_for_those_who_ask_themselves(state):
-    with pytest.raises(PlacementError):
-        Membership(MuteDaemon(mps_folder("abcd1234"), str(FAKE_CONTROL))).unproven([engine(11)])

@@ -205,18 +205,22 @@ def test_a_gpu_that_is_not_there_or_not_possible_is_refused_before_anything_star
     assert not mps_folder(RUN).path.exists()
 
 
-def test_fake_daemon_engine_that_is_no_client_is_not_proven(share, state, monkeypatch):
+@pytest.mark.parametrize("is_client", [False, True])
+def test_fake_daemon_engine_is_proven_only_as_a_client(share, state, monkeypatch, caplog, is_client):
+    caplog.set_level("INFO", "mps_trainer")
     made = share("cuda:0")
     made.start()
     made.sidecar_is_ready()
     session = ask([H200.uuid])
     session.tell("ready")
     wait_for(lambda: made.engines[0].state == "ready")
-    assert [engine.request.pid for engine in made.unproven_engines()] == [os.getpid()]
-    ps = f"PID ID SERVER DEVICE NAMESPACE COMMAND\n{os.getpid()} 1 466 GPU-0f3cc1cf 4026531836 python3\n"
-    (state / "answers.json").write_text(json.dumps({"ps": ps}))
-    monkeypatch.setenv("FAKE_MPS_ANSWERS", str(state / "answers.json"))
-    assert made.unproven_engines() == []
+    if is_client:
+        ps = f"PID ID SERVER DEVICE NAMESPACE COMMAND\n{os.getpid()} 1 466 GPU-0f3cc1cf 4026531836 python3\n"
+        (state / "answers.json").write_text(json.dumps({"ps": ps}))
+        monkeypatch.setenv("FAKE_MPS_ANSWERS", str(state / "answers.json"))
+    made.prove_engines()
+    assert f"(pid {os.getpid()}) is up" in caplog.text
+    assert ("is up and proven to be an MPS client" in caplog.text) is is_client
 
 
 def test_fake_daemon_engine_on_a_gpu_that_cannot_be_had_starts_alone_and_the_next_one_summons(share):

@@ -21,6 +21,7 @@ from trinity.common.experience import EID, Experience
 from mps_trainer.errors import ConfigError, MpsTrainerError, TaskError
 from mps_trainer.operator import AuxTrainer
 from mps_trainer.run import RunRecord
+from mps_trainer.run.figures import Watcher
 from mps_trainer.transport import leftovers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
@@ -82,6 +83,9 @@ def test_filter_drops_the_highest_scores_and_writes_down_why(make_run: Any) -> N
     assert [len(line["dropped"]) for line in lines] == [0, 8, 8, 8]
     assert "quantile 0.25: among the highest" in lines[1]["dropped"][0]["why"]
     assert all(line["score_age_s"] > 0 for line in lines)
+    figures = Watcher(run.run_dir).look()
+    assert (figures.seen, figures.removed) == (128, 24)
+    assert len({line["operator"] for line in lines}) == 1
     status = run.status()
     assert 0 < status.score_latency_ms_p50 <= status.score_latency_ms_p99
     assert status.score_age_s is not None

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import pytest
 from test_aux_trainer import experiences, operator
 
-from mps_trainer.transport import WeightsReader, leftovers
+from mps_trainer.config import load_settings
+from mps_trainer.errors import TaskError, TransportError
+from mps_trainer.operator.feeder import Exchange, Feeder
+from mps_trainer.transport import SendResult, WeightsEntry, WeightsReader, WeightsWriter, leftovers
+from mps_trainer.transport.sweep import remove_run
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    name = f"o{secrets.token_hex(6)}"
+    yield name
+    remove_run(name)
 
 
 def test_scores_go_on_without_the_sidecar(make_run: Any) -> None:
@@ -60,3 +76,37 @@ def test_scores_go_on_without_the_sidecar(make_run: Any) -> None:
     assert last["aux_trainer/model_version"] == 3 * run.settings.steps_per_batch
     assert leftovers(run.run_id) == [], "the operator was the last to use it"
     assert run.status().scored == 0, "nobody asked the sidecar"
+
+
+def test_a_batch_is_fed_whatever_its_scores_here_do() -> None:
+    sent = []
+
+    class Channel:
+        def send(self, rows: Any, **_: Any) -> SendResult:
+            sent.append(rows)
+            return SendResult(1)
+
+    class Broken:
+        def refresh(self, deadline: float) -> None:
+            raise TaskError("it does not fit")
+
+    feeder = Feeder(load_settings({"use": "filter"}), "")
+    feeder._own_scores = Broken()  # type: ignore[assignment]
+    extracted = feeder._extract(experiences(0))
+    out = Exchange(np.full(32, np.nan, np.float32), late=np.zeros(32, bool))
+    with pytest.raises(TaskError, match="does not fit"):
+        feeder._send(Channel(), extracted, out, True)  # type: ignore[arg-type]
+    assert sent == [extracted.rows]
+
+
+def test_a_look_ends_at_its_deadline(run_id: str) -> None:
+    writer = WeightsWriter(run_id, [WeightsEntry("w", "float32", (4,))])
+    writer.publish([memoryview(bytes(16))], version=1, trained_ns=1)
+    reader = WeightsReader(run_id)
+    with pytest.raises(TransportError, match="not copied in time"):
+        reader.look(time.monotonic())
+    snapshot = reader.look(time.monotonic() + 60, tries=1)
+    assert snapshot is not None
+    assert snapshot.head.version == 1
+    reader.close()
+    writer.close()

@@ -12,6 +12,7 @@ import pytest
 
 from mps_trainer.run import State, Status
 from mps_trainer.run.figures import Watcher
+from mps_trainer.run.operator_totals import OperatorTotals
 from mps_trainer.run.tail import Tail
 
 
@@ -123,3 +124,42 @@ def test_the_operators_last_line_has_the_totals(tmp_path: Path) -> None:
     assert (figures.score_wait_ms_p50, figures.score_wait_ms_p99) == (51, 100)
     assert figures.status is None
     assert json.dumps(figures.to_json())
+
+
+def told(operator: str, seen: int, **more: Any) -> dict[str, Any]:
+    return {"operator": operator, "t": 1.0, "dropped": [], "seen_total": seen, "removed_total": seen // 4, **more}
+
+
+def test_the_totals_are_of_all_operators_dead_ones_too(tmp_path: Path) -> None:
+    path = tmp_path / "operator.jsonl"
+    watcher = Watcher(tmp_path)
+    append(path, told("aa", 64), told("bb", 8), told("aa", 128))
+    figures = watcher.look()
+    assert (figures.seen, figures.removed, figures.late) == (136, 34, None)
+    # One is killed amid a line, and its successor goes on in it; the other one has its scores late.
+    with path.open("a") as file:
+        file.write(json.dumps(told("bb", 16))[:40])
+    append(path, told("cc", 4))
+    assert watcher.look().seen == 136
+    append(path, told("cc", 8), told("aa", 192, late_total=3))
+    figures = watcher.look()
+    assert (figures.seen, figures.removed, figures.late) == (208, 52, 3)
+    assert figures == Watcher(tmp_path).look(), "who comes later is told the same"
+
+
+def test_an_operator_that_has_long_been_dead_still_counts(tmp_path: Path) -> None:
+    append(tmp_path / "operator.jsonl", told("aa", 1000), *(told("bb", i, eid="x" * 1000) for i in range(500)))
+    figures = Watcher(tmp_path).look()
+    assert figures.seen == 1499
+
+
+def test_lines_without_an_identity_or_without_sense_harm_no_total(tmp_path: Path) -> None:
+    path = tmp_path / "operator.jsonl"
+    totals = OperatorTotals(path)
+    totals.read()
+    assert totals.total("seen_total") is None
+    append(path, {"seen_total": 5}, {"seen_total": 7}, told("aa", 1), [1], {"operator": "aa", "seen_total": "many"})
+    with path.open("a") as file:
+        file.write('x\n{"operator": "aa", "seen_to')
+    totals.read()
+    assert totals.total("seen_total") == 8

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from killed_at import Killed
 from plain_loop import assert_same_weights, newest_weights, train_plainly
 from real_sidecar import token_rows
+from warm_sidecar import WarmSidecars
 
 from mps_trainer.run.exit_codes import OK
 
@@ -31,13 +31,15 @@ DEATHS = [
 
 
 @pytest.fixture(scope="module")
-def killed() -> Iterator[Killed]:
-    with Killed() as parent:
+def sidecars() -> Iterator[WarmSidecars]:
+    with WarmSidecars() as parent:
         yield parent
 
 
 @pytest.mark.parametrize("deaths", DEATHS, ids=lambda deaths: ", ".join(deaths))
-def test_the_successor_arrives_at_the_same_weights(make_run: Any, killed: Killed, deaths: tuple[str, str]) -> None:
+def test_the_successor_arrives_at_the_same_weights(
+    make_run: Any, sidecars: WarmSidecars, deaths: tuple[str, str]
+) -> None:
     run = make_run(batch_size=64, steps_per_batch=2, checkpoint_every=8, replay_capacity=300, seed=3)
     rng = np.random.default_rng(1)
     batches = [token_rows(rng, 60, first=60 * i) for i in range(NUM_BATCHES)]
@@ -45,7 +47,8 @@ def test_the_successor_arrives_at_the_same_weights(make_run: Any, killed: Killed
         for request, rows in enumerate(batches):
             assert channel.send(rows, request_id=request, want_scores=False).rows_sent == 60
         for death in deaths:
-            assert killed.run(run.paths.run_file, run.run_dir / "sidecar.log", death) == -signal.SIGKILL
+            pid = sidecars.start(run.paths.run_file, run.run_dir / "sidecar.log", death)
+            assert sidecars.exit_code(pid, wait=True) == -signal.SIGKILL
         child, ready = run.start()
         assert ready == {"state": "ready"}
         child.send_signal(signal.SIGTERM)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from sidecar_kills import compare_with_unbroken
+from sidecar_kills import Outcome, compare_arrays, compare_with_unbroken
 from warm_sidecar import WarmSidecars
 
 
@@ -24,3 +25,14 @@ def test_killed_at_random_it_arrives_where_an_unbroken_run_does(
     outcome = compare_with_unbroken(tmp_path, sidecars, variant, kills=4, seed=seed)
     assert outcome.compared > 50
     assert outcome.steps > 10
+
+
+def test_a_difference_of_one_bit_is_one() -> None:
+    ones, outcome = np.ones(3, np.float32), Outcome()
+    compare_arrays("w", ones, ones.copy(), outcome)
+    assert outcome.compared == 1
+    for other in (np.nextafter(ones, np.float32(2)), ones.astype(np.float64), ones[:2]):
+        with pytest.raises(AssertionError, match="w"):
+            compare_arrays("w", ones, other, outcome)
+    with pytest.raises(AssertionError, match="sign of a zero"):
+        compare_arrays("w", np.zeros(1), -np.zeros(1), outcome)

@@ -179,9 +179,10 @@ def test_a_long_batch_of_steps_and_a_restart_are_in_the_metrics(make_run: Any) -
         wait_until(lambda: (run.run_dir / "checkpoints" / "step-240").exists())
         first.kill()
         assert first.wait(10) == -signal.SIGKILL
-        Status(run_id=run.run_id, state=State.RESTARTING, restarts=1).save(run.run_dir)
+        Status(run_id=run.run_id, state=State.RESTARTING, restarts=1, scored=123).save(run.run_dir)
         run.start()
         assert (run.status().restarts, run.status().resumed_from, run.status().version) == (1, 240, 240)
+        assert run.status().scored == 123, "a total over the run, which no checkpoint holds"
         channel.send(token_rows(np.random.default_rng(9), 20, 90), request_id=3, want_scores=False)
         wait_until(lambda: run.status().batches == 3)
     kinds = [line["kind"] for line in run.metrics()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +37,10 @@ class WarmSidecars:
         self._parent.stdin.close()
         self._parent.wait(30)
 
-    def start(self, run_file: Path, log: Path) -> int:
-        """A sidecar of that run; its PID."""
-        return int(self._ask(start=str(run_file), log=str(log), state=os.environ["MPS_TRAINER_STATE_DIR"]))
+    def start(self, run_file: Path, log: Path, death: str = "") -> int:
+        """A sidecar of that run; its PID. With a `death` (`killed_at`) it kills itself there."""
+        state = os.environ["MPS_TRAINER_STATE_DIR"]
+        return int(self._ask(start=str(run_file), log=str(log), state=state, death=death))
 
     def exit_code(self, pid: int, *, wait: bool) -> int | None:
         """Exit code, or minus the signal; None while it lives. Reaped once, so ask no more after an answer."""
@@ -87,6 +89,10 @@ def _start(request: dict[str, Any]) -> int:
             os.dup2(number, target)
         os.environ["MPS_TRAINER_STATE_DIR"] = request["state"]
         sys.argv[1:] = ["--run-file", request["start"]]
+        if request["death"]:
+            # One that does not come: the test is told SIGALRM.
+            signal.alarm(120)
+            importlib.import_module("killed_at").arm(request["death"])
         code = importlib.import_module("mps_trainer.sidecar.__main__").main()
     finally:
         sys.stderr.flush()
@@ -99,6 +105,7 @@ def _wait(request: dict[str, Any]) -> int | None:
 
 
 def _serve() -> None:
+    # Torch imports its compiler with the first optimizer, which takes as long as the rest of it.
     for module in ("mps_trainer.sidecar.service", "mps_trainer.tasks.preference_classifier", "torch._dynamo"):
         importlib.import_module(module)
     for line in sys.stdin:
