@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long an operator waits for scores beside a busy vLLM engine, and `join: env` on a real GPU.
 
-    python scripts/gpu_scores.py [--join env] [--batches 100] [--rounds 3] [--out RESULT.json]
+    python scripts/gpu_scores.py [--score-where operator] [--join env] [--batches 100] [--rounds 3] [--out RESULT.json]
 
 `start_mps.sh` with the built-in preference classifier, a real engine of the shape of Qwen2.5-7B with random weights
 that generates without a pause, and the operator's own feeder (`bench_scores.py`): 768 experiences a batch, one batch
@@ -56,6 +56,7 @@ data_processor:
           task: preference_classifier
           task_args: {{max_tokens: {tokens}}}
           use: filter
+          score_where: {where}
           device: {device}
           mps: {mps}
           join: {join}
@@ -117,7 +118,11 @@ def join(work: Path, args: argparse.Namespace, record: RunRecord, said: str, fou
 def measure(work: Path, args: argparse.Namespace, found: dict[str, Any]) -> None:
     config = work / "scores.yaml"
     placement = {"device": f"cuda:{ONLY_GPU or '0'}", "mps": "on"} if ON_GPU else {"device": "cpu", "mps": "off"}
-    config.write_text(CONFIG.format(work=work, tokens=args.tokens, join=args.join, wish=args.utilization, **placement))
+    config.write_text(
+        CONFIG.format(
+            work=work, tokens=args.tokens, where=args.score_where, join=args.join, wish=args.utilization, **placement
+        )
+    )
     engine: Engine | None = None
     try:
         said, found["start_mps.sh, s"] = door("start_mps.sh", config)
@@ -183,6 +188,7 @@ def verdict(found: dict[str, Any], join: str) -> dict[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--join", choices=("plugin", "env"), default="plugin")
+    parser.add_argument("--score-where", choices=("sidecar", "operator"), default="sidecar")
     parser.add_argument("--utilization", type=float, default=0.95, help="the engine's wish")
     parser.add_argument("--layers", type=int, default=28, help="of the engine's model")
     parser.add_argument("--tokens", type=int, default=1152, help="of each response")
