@@ -60,6 +60,7 @@ class Counters:
     duplicates: int = 0
     trained: int = 0
     scored: int = 0
+    steps_skipped: int = 0
     loss: float | None = None
     first_loss: float | None = None
     auc: float | None = None
@@ -159,6 +160,13 @@ class Learner:
         if self.counters.first_loss is None:
             self.counters.first_loss = loss
         return loss
+
+    def skip(self, count: int) -> None:
+        """Give up the `count` oldest steps that are due."""
+        self.steps_due -= count
+        self.counters.steps_skipped += count
+        if self._settings.schedule.train == "epochs":
+            self._passes.skip(count)
 
     def remove(self, eids: Collection[bytes]) -> PackedBatch:
         """Take experiences out of the replay buffer; with too few left no step is due any more."""

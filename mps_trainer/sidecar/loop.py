@@ -41,6 +41,7 @@ from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
 from mps_trainer.sidecar.noting import Note
 from mps_trainer.sidecar.own_files import OwnFiles
+from mps_trainer.sidecar.pace.gate import pace_for
 from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.picture import Picture
 from mps_trainer.sidecar.publishing import snapshots_for
@@ -83,9 +84,10 @@ class Sidecar:
         on_attach = self._ring.attach if self._ring is not None else None
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         self._dropped = Dropped(self._hub)
-        self._picture = Picture(own, learning, self._hub, self._dropped, self._answering)
+        self._pace = pace_for(record, settings, self._learner)
+        self._picture = Picture(own, learning, self._hub, self._dropped, self._answering, self._pace)
         look = functools.partial(self._picture.refresh, amid_steps=True)
-        self._steps = Steps(self._learner, self._aside, self._report, before=look)
+        self._steps = Steps(self._learner, self._aside, self._report, before=look, pace=self._pace)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._tried_at_step = self._trainer.step
         self._behind = True
@@ -104,8 +106,10 @@ class Sidecar:
                 self._sit_out()
             elif self._behind:
                 self._catch_up(self._must_stop)
+                if self._learner.steps_due:
+                    time.sleep(self._pace.wait_s(0.0))  # Records wait until the journal is done.
             else:
-                if not self._hub.wait(0.0 if self._learner.may_train else _WAIT_S):
+                if not self._hub.wait(self._pace.wait_s(0.0 if self._learner.may_train else _WAIT_S)):
                     self._train_between()
                 self._train_due(self._must_stop)  # What a pause has interrupted.
                 self._take_records(limit=64)
@@ -225,7 +229,7 @@ class Sidecar:
         if not self._learner.batch_is_in or not self._steps.take_due(stop):
             return
         self._note.stage(Stage.WRITING)
-        self._report.write(self._learner.close_batch(), self._picture.gauges())
+        self._report.write(self._learner.close_batch(), self._picture.gauges() | self._picture.of_pace())
         self._picture.save()
         self._snapshots.publish_if_due()
         self._save_if_due()
@@ -251,6 +255,7 @@ class Sidecar:
         def late() -> bool:
             return time.monotonic() >= deadline or self._pause.is_on
 
+        self._pace.stop()
         self._picture.set_state(State.DRAINING)
         self._empty_rings(late)
         self._behind = True

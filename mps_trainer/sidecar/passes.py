@@ -41,6 +41,11 @@ class Passes:
         """The experiences of the next step."""
         return replay.pick(self._steps.popleft(), empty)
 
+    def skip(self, count: int) -> None:
+        """Forget the next `count` steps."""
+        for _ in range(min(count, len(self._steps))):
+            self._steps.popleft()
+
     def keep_held(self, replay: ReplayBuffer) -> None:
         """Forget experiences that have left the buffer, and steps that have none any more."""
         held = replay.numbers_from(0)
