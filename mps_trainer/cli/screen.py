@@ -181,7 +181,8 @@ def _pace(status: Status) -> str:
     by = {"engine": "the engine's own word", "nvml": "NVML", "arrivals": "the arrival of batches"}
     share = "-" if status.pace_share is None else f"{status.pace_share:.0%}"
     slower = "not measured yet" if status.pace_slowdown is None else f"{status.pace_slowdown:.1%} meanwhile"
-    text = f"trains {share} of the rollout's time, slows it {slower}; goes by {by.get(status.pace_source, status.pace_source)}"
+    source = by.get(status.pace_source, status.pace_source)
+    text = f"trains {share} of the rollout's time, slows it {slower}; goes by {source}"
     owed = f"{text}; {_count(status.steps_owed, 'step')} owed, {status.steps_skipped:,} skipped"
     return f"{owed}. {status.pace_note}" if status.pace_note else owed
 

@@ -19,7 +19,7 @@ MAX_ROLLOUT_SLOWDOWN: Any = Field(
 MIN_STEPS: Any = Field(
     MIN_STEPS_PER_BATCH,
     ge=0,
-    description="pace: at least so many training steps for each batch that has fallen due, whatever they cost the rollout",
+    description="pace: at least so many training steps for each batch, whatever they cost the rollout",
 )
 
 

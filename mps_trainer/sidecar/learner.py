@@ -168,6 +168,14 @@ class Learner:
         if self._settings.schedule.train == "epochs":
             self._passes.skip(count)
 
+    def skip_evicted(self) -> None:
+        """Give up planned steps (`train: epochs`) whose experiences have all left the replay buffer."""
+        if self._settings.schedule.train == "epochs":
+            before = len(self._passes)
+            self._passes.keep_held(self.replay)
+            self.steps_due = len(self._passes)
+            self.counters.steps_skipped += before - self.steps_due
+
     def remove(self, eids: Collection[bytes]) -> PackedBatch:
         """Take experiences out of the replay buffer; with too few left no step is due any more."""
         removed = self.replay.remove(eids)

@@ -96,7 +96,9 @@ class Controller:
         self._busy_s += passed
         self._cost = self.slowdown.of(load.running) if load is not None else PRIOR
         price = self._window_s * self._cost
-        self._account = max(-_DEBT_S * self._earn, min(self._account + passed * self._earn, 2 * price))
+        # Bounded both ways: what a floor has cost is not held against the trainer for ever.
+        deepest = -(_DEBT_S * self._earn + 2 * price)
+        self._account = max(deepest, min(self._account + passed * self._earn, 2 * price))
         if load is not None:
             self._look(load)
         self._switch(now, load, price)

@@ -139,6 +139,8 @@ class Gate:
         arrived = learner.counters.batches - self._batches
         if arrived:
             self._batches += arrived
+            # What waited may have left the replay buffer meanwhile.
+            learner.skip_evicted()
             self._most_per_batch = max(self._most_per_batch, -(-(learner.steps_due - self._due_before) // arrived))
             self._forced_batches.append(self._forced)
             self._forced = False
@@ -166,8 +168,8 @@ class Gate:
         taken = self._learner.trainer.step
         if told.slice_s is not None and step_s is not None and taken >= _SOME_STEPS and step_s > told.slice_s:
             notes["slice"] = (
-                f"one step takes {1e3 * step_s:.0f} ms, longer than the {1e3 * told.slice_s:.0f} ms that fit beside the "
-                "rollout: lower batch_size."
+                f"one step takes {1e3 * step_s:.0f} ms, longer than the {1e3 * told.slice_s:.0f} ms that fit beside "
+                "the rollout: lower batch_size."
             )
         return notes
 
