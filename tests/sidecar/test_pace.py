@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from real_sidecar import token_rows
+from sidecar_waits import wait_until
 from test_schedule import COLUMNS, TASK, batch, name
 
 from mps_trainer.config import Settings, load_settings
 from mps_trainer.config.pace import is_paced
 from mps_trainer.errors import ConfigError
 from mps_trainer.run import Status
-from mps_trainer.run.engine_load import EngineLoad
+from mps_trainer.run.engine_load import EngineLoad, LoadFile
+from mps_trainer.run.exit_codes import OK
 from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.pace import gate
 from mps_trainer.sidecar.pace.controller import Controller
@@ -258,3 +263,35 @@ def test_a_floor_above_what_falls_due_is_refused() -> None:
     with pytest.raises(ConfigError, match="min_steps_per_batch is 9"):
         load_settings({"min_steps_per_batch": 9})
     assert Settings(steps_per_batch=0).min_steps_per_batch == 1
+
+
+def test_real_sidecar_yields_to_a_busy_engine_scores_meanwhile_and_trains_when_it_is_idle(make_run: Any) -> None:
+    run = make_run(pace="on", max_rollout_slowdown=1e-6, min_steps_per_batch=0, batch_size=32, steps_per_batch=4)
+    engine = LoadFile(run.run_dir, 0, ())
+    child, _ = run.start()
+    with run.channel() as channel:
+        run.wait_for_attach(channel)
+        rng = np.random.default_rng(0)
+
+        def busy() -> None:
+            engine.write(running=200, waiting=0, tokens=200, prefill=0)
+
+        for number in range(3):
+            busy()
+            channel.send(token_rows(rng, 64, 64 * number), request_id=number, want_scores=False)
+        wait_until(lambda: (busy(), run.status().steps_owed == 12)[1])
+        assert run.status().version == 0
+        assert run.status().pace_source == "engine"
+        busy()
+        channel.send(token_rows(rng, 8, 900), request_id=3, want_scores=True)
+        scores = channel.receive_scores(3, timeout_s=20)
+        assert scores is not None
+        assert scores.model_version == 0
+        busy()
+        engine.write(running=0, waiting=0, tokens=0, prefill=0)
+        wait_until(lambda: run.status().version == 16 and run.status().steps_owed == 0)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(20) == OK
+    lines = [line for line in run.metrics() if line["kind"] == "batch"]
+    assert lines[-1]["pace_source"] == "engine"
+    engine.close()

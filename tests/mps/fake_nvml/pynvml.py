@@ -73,3 +73,11 @@ def nvmlDeviceGetComputeRunningProcesses(handle):
 
 def nvmlDeviceGetMPSComputeRunningProcesses(handle):
     return []
+
+
+def nvmlDeviceGetHandleByUUID(uuid):
+    return UUIDS.index(uuid)
+
+
+def nvmlDeviceGetUtilizationRates(handle):
+    return SimpleNamespace(gpu=97, memory=40)
