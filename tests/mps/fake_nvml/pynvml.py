@@ -75,9 +75,5 @@ def nvmlDeviceGetMPSComputeRunningProcesses(handle):
     return []
 
 
-def nvmlDeviceGetHandleByUUID(uuid):
-    return UUIDS.index(uuid)
-
-
 def nvmlDeviceGetUtilizationRates(handle):
     return SimpleNamespace(gpu=97, memory=40)
