@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import mps_trainer
-from mps_trainer.cli import look, runs, show, workbench
+from mps_trainer.cli import bench, look, runs, show, workbench
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.launcher.verdict import EXIT_BAD_CONFIG, EXIT_INTERRUPTED
 
@@ -83,6 +83,7 @@ app.command()(look.report)
 app.command("new-task")(workbench.new_task)
 app.command("check-task")(workbench.check_task)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(workbench.record)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.bench)
 
 
 def _open_standard_descriptors() -> None:

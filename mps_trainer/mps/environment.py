@@ -22,7 +22,9 @@ PRIORITY_VARIABLE = "CUDA_MPS_CLIENT_PRIORITY"
 NO_PIPE_DIR = "/dev/null"
 
 
-def sidecar_env(pipe_dir: Path, gpu_uuid: str, limit_bytes: int, share_percent: int = 100) -> dict[str, str]:
+def sidecar_env(
+    pipe_dir: Path, gpu_uuid: str, limit_bytes: int, share_percent: int = 100, priority: int = 1
+) -> dict[str, str]:
     """Variables that make the sidecar a low-priority client with a memory limit on one GPU.
 
     Args:
@@ -32,12 +34,13 @@ def sidecar_env(pipe_dir: Path, gpu_uuid: str, limit_bytes: int, share_percent: 
         limit_bytes: all that the process may take, its CUDA context included; rounded down to MiB.
         share_percent: 100 leaves the SMs unrestricted. Less than that gives silently wrong products on some
             GPUs, so a caller proves it with `sidecar.gpu.numerics`.
+        priority: 1 is the lower one, 0 that of everybody; a benchmark compares them.
     """
     if not gpu_uuid.startswith("GPU-"):
         raise PlacementError(f"{gpu_uuid!r} is no GPU UUID", "pass the full UUID that `nvidia-smi -L` prints")
     env = {
         PIPE_VARIABLE: str(pipe_dir),
-        PRIORITY_VARIABLE: "1",
+        PRIORITY_VARIABLE: str(priority),
         LIMIT_VARIABLE: f"{gpu_uuid}={limit_bytes // 2**20}M",
         "CUDA_VISIBLE_DEVICES": gpu_uuid,
     }

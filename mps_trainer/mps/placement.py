@@ -27,6 +27,7 @@ class GpuPlacement:
         limit: bytes for all of it, the CUDA context included; MPS enforces it.
         share_percent: of the SMs; 100 leaves them unrestricted.
         blocking_launches: every kernel is waited for, so that never more than one is in flight.
+        priority: of the MPS client; 1 is the lower one. Only a benchmark has another.
     """
 
     gpu_uuid: str
@@ -34,6 +35,7 @@ class GpuPlacement:
     limit: int
     share_percent: int = 100
     blocking_launches: bool = True
+    priority: int = 1
 
     def save(self, folder: MpsFolder) -> None:
         """Write it by rename."""
@@ -53,7 +55,10 @@ class GpuPlacement:
     def environment(self, inherited: Mapping[str, str], folder: MpsFolder) -> dict[str, str]:
         """The environment of the sidecar."""
         kept = {name: value for name, value in inherited.items() if not name.startswith("CUDA_MPS_")}
-        env = {**kept, **sidecar_env(folder.pipe_dir, self.gpu_uuid, self.limit, self.share_percent)}
+        env = {**kept, **self._variables(folder)}
         if self.blocking_launches:
             env["CUDA_LAUNCH_BLOCKING"] = "1"
         return env
+
+    def _variables(self, folder: MpsFolder) -> dict[str, str]:
+        return sidecar_env(folder.pipe_dir, self.gpu_uuid, self.limit, self.share_percent, self.priority)

@@ -25,7 +25,7 @@ from mps_trainer.run.process import ProcessIdentity
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("up", "run", "down", "status", "plan", "doctor", "report", "new-task", "check-task", "record")
+COMMANDS = ("up", "run", "down", "status", "plan", "doctor", "report", "new-task", "check-task", "record", "bench")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,120 @@
+"""The arms: every way of training an auxiliary model that is compared, what it needs, and why it is left out."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from mps_trainer.config import Settings
+from mps_trainer.errors import ConfigError
+
+PACE = "max_rollout_slowdown"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way.
+
+    Attributes:
+        trainer: "", "operator", "rest" or "sidecar".
+        place: where it trains: "cpu", "gpu" (the engine's) or "own" (another one).
+        mps: the sidecar and the engine are MPS clients.
+        priority: of the sidecar as an MPS client: 0 as everybody, 1 lower.
+        paced: with `max_rollout_slowdown`.
+        engine: which of the engines generates: "plain" or "client" (of MPS).
+    """
+
+    name: str
+    what: str
+    trainer: str = ""
+    place: str = "cpu"
+    mps: bool = False
+    priority: int = 1
+    paced: bool = False
+
+    @property
+    def engine(self) -> str:
+        """Membership is fixed when an engine starts, so each kind has its own."""
+        return "client" if self.mps else "plain"
+
+
+ARMS = (
+    Arm("none", "no trainer: the solo rollout that the others are compared with"),
+    Arm("none-client", "no trainer, the engine an MPS client: what MPS alone costs", place="gpu", mps=True),
+    Arm("cpu-in-operator", "today: the operator trains in its own process, on the CPU", "operator"),
+    Arm("rest-cpu", "today's advice: a FastAPI service on the CPU", "rest"),
+    Arm("sidecar-cpu", "the sidecar on the CPU, through the ring", "sidecar"),
+    Arm("rest-gpu", "today's advice: a FastAPI service on the engine's GPU, time slices", "rest", "gpu"),
+    Arm("own-gpu", "the sidecar on a GPU of its own, which is one engine less", "sidecar", "own"),
+    Arm("time-slices", "the sidecar on the engine's GPU without MPS", "sidecar", "gpu"),
+    Arm("mps-plain", "MPS as everybody does it: same priority, kernels unbounded", "sidecar", "gpu", True, priority=0),
+    Arm("mps-low", "MPS, the sidecar with low priority", "sidecar", "gpu", True),
+    Arm("mps-pace", f"MPS, low priority and our pace ({PACE})", "sidecar", "gpu", True, paced=True),
+)
+BY_NAME = {arm.name: arm for arm in ARMS}
+
+
+@dataclass(frozen=True)
+class Here:
+    """What this machine and this installation have.
+
+    Attributes:
+        gpus: of this machine that the benchmark may use.
+        no_mps: why MPS is not possible; "" when it is.
+    """
+
+    gpus: int = 0
+    no_mps: str = "there is no GPU"
+    vllm: bool = False
+    fastapi: bool = False
+    pace: bool = False
+
+    @classmethod
+    def look(cls, gpus: int, no_mps: str) -> Here:
+        """Look at what can be imported."""
+        has = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "fastapi", "uvicorn")}
+        return cls(gpus, no_mps, has["vllm"], has["fastapi"] and has["uvicorn"], PACE in Settings.model_fields)
+
+
+def why_not(arm: Arm, here: Here, *, tiny: bool) -> str:
+    """Why an arm cannot run here; "" when it can."""
+    if arm.place != "cpu" and tiny:
+        return "the tiny engine runs on the CPU: there is no GPU to share"
+    if arm.place != "cpu" and not here.gpus:
+        return "there is no GPU"
+    if arm.place == "own" and here.gpus < 2:
+        return "it needs a second GPU"
+    if arm.mps and here.no_mps:
+        return f"MPS is not possible: {here.no_mps}"
+    if arm.trainer == "rest" and not here.fastapi:
+        return "FastAPI is not installed: pip install fastapi uvicorn"
+    if arm.paced and not here.pace:
+        return f"this version of mps-trainer has no setting {PACE}"
+    return ""
+
+
+def choose(names: list[str] | None, here: Here, *, tiny: bool) -> tuple[list[Arm], dict[str, str]]:
+    """The arms that run, in the order of the table, and those left out with the reason.
+
+    The solo rollout is always among them. ConfigError: an unknown name, or nothing to compare.
+    """
+    unknown = [name for name in names or () if name not in BY_NAME]
+    if unknown:
+        raise ConfigError(f"there is no arm {unknown[0]!r}", f"the arms are {', '.join(BY_NAME)}")
+    wanted = [arm for arm in ARMS if names is None or arm.name in names or arm.name == "none"]
+    left_out = {arm.name: reason for arm in wanted if (reason := why_not(arm, here, tiny=tiny))}
+    chosen = [arm for arm in wanted if arm.name not in left_out]
+    if not any(arm.trainer for arm in chosen):
+        reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        raise ConfigError(f"no arm with a trainer can run here ({reasons})", "choose other --arms")
+    return chosen, left_out
+
+
+def dedicated(arms: list[Arm]) -> Arm:
+    """Whose trainer alone is what the others' steps are compared with: the best place that there is, no sharing."""
+    order = ("time-slices", "own-gpu", "mps-low", "mps-plain", "mps-pace", "rest-gpu", "sidecar-cpu")
+    with_trainer = {arm.name: arm for arm in arms if arm.trainer}
+    for name in order:
+        if name in with_trainer:
+            return with_trainer[name]
+    return next(iter(with_trainer.values()))

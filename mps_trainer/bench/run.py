@@ -1,0 +1,203 @@
+"""The whole benchmark: look at the machine, plan, run a session for each task, work out the figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mps_trainer.bench import figures
+from mps_trainer.bench.arms import Here, choose
+from mps_trainer.bench.load import Load, Shape, long_tailed, read_trace
+from mps_trainer.bench.options import complete
+from mps_trainer.bench.plan import SessionPlan, describe, make_plan
+from mps_trainer.bench.session import Session
+from mps_trainer.bench.setting import Setting
+from mps_trainer.bench.work import find_work
+from mps_trainer.errors import ConfigError, PlacementError
+from mps_trainer.mps.checks import Surroundings, read_surroundings, require_possible, run_checks
+from mps_trainer.mps.environment import without_mps
+from mps_trainer.mps.nvml import GpuFacts
+from mps_trainer.run import STATE_DIR_VARIABLE
+
+Tell = Callable[[str], None]
+# Of the cores: above it others take part in every window.
+_BUSY = 0.3
+_PACKAGES = ("mps-trainer", "torch", "numpy", "pyarrow", "vllm", "fastapi", "uvicorn")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What will run, before it does.
+
+    Attributes:
+        gpus: the engines' GPU first; empty on the CPU.
+    """
+
+    options: Namespace
+    plans: tuple[SessionPlan, ...]
+    left_out: dict[str, str]
+    gpus: tuple[GpuFacts, ...]
+    driver: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The plan for people, its time first."""
+        total = sum(plan.seconds for plan in self.plans)
+        budget = self.options.budget_s
+        first = (
+            f"time: about {total / 60:.1f} min for {len(self.plans)} session(s), the budget is {budget / 60:.1f} min"
+        )
+        if total > budget:
+            first += "; it will end with fewer rounds"
+        return [first, *(line for plan in self.plans for line in describe(plan, self.left_out))]
+
+
+def prepare(options: Namespace, around: Surroundings | None = None, here: Here | None = None) -> Benchmark:
+    """Plan everything; starts nothing.
+
+    Args:
+        around, here: of this machine; tests give others.
+
+    Raises:
+        ConfigError, PlacementError: what the user has to change.
+    """
+    around = around or read_surroundings()
+    gpus = _gpus(options, around)
+    here = here or Here.look(len(gpus), _why_no_mps(around, gpus))
+    if options.engine == "vllm" and not (here.vllm and gpus):
+        raise PlacementError("--engine vllm needs vLLM and a GPU", "install vllm, or use --engine tiny")
+    complete(options, vllm=options.engine == "vllm" or (options.engine == "auto" and here.vllm and bool(gpus)))
+    tiny = options.engine == "tiny"
+    arms, left_out = choose(options.arms, here, tiny=tiny)
+    facts = None if tiny else (gpus[0].total, gpus[0].used)
+    if not tiny and gpus[0].processes:
+        raise PlacementError(
+            f"somebody computes on GPU {gpus[0].index}: PIDs {', '.join(str(p.pid) for p in gpus[0].processes)}",
+            "end them or name another GPU with --gpu; beside them nothing measured would mean anything",
+        )
+    faster = 1 if tiny else 4
+    works = [
+        find_work(name, options.task_args.get(name, {}), options.train_steps, faster=faster) for name in options.tasks
+    ]
+    plans = tuple(make_plan(work, arms, loads(options), options, facts) for work in works)
+    return Benchmark(options, plans, left_out, () if tiny else gpus, around.nvml.driver)
+
+
+def loads(options: Namespace) -> list[Load]:
+    """The made-up ones, one for each gap, and the recorded one."""
+    shape = Shape(
+        options.sequences, options.prompt_tokens, options.median_tokens, options.spread, options.longest_tokens
+    )
+    count = options.rounds * options.batches
+    found = [long_tailed(shape, count, gap, options.seed) for gap in options.gap]
+    return found + ([read_trace(options.trace)] if options.trace else [])
+
+
+def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str) -> dict[str, Any]:
+    """Run all sessions; everything measured, ready for `page.write` and `picture.draw`.
+
+    Args:
+        folder: short, for the sockets of an MPS daemon; logs, run folders and the state of its runs go there.
+    """
+    options = benchmark.options
+    os.environ[STATE_DIR_VARIABLE] = str(folder / "s")
+    # Nothing that is started here shall join a daemon of somebody else's.
+    environment = without_mps(os.environ)
+    for name in [name for name in os.environ if name not in environment]:
+        del os.environ[name]
+    os.environ.update(environment)
+    deadline = time.monotonic() + options.budget_s
+    begin, load_before = time.monotonic(), os.getloadavg()[0]
+    sessions: list[dict[str, Any]] = []
+    notes = (
+        [] if benchmark.gpus else ["No GPU: the tiny engine stands in for vLLM. This shows the method, and no speed."]
+    )
+    if load_before > _BUSY * (os.cpu_count() or 1):
+        notes.append(
+            f"The machine was busy with other things (load {load_before:.1f} before the start): look at the spread "
+            "before you compare two arms, and measure again when it is quiet."
+        )
+    for plan in benchmark.plans:
+        if sessions and time.monotonic() + plan.seconds - plan.round_s * (plan.rounds - 1) > deadline:
+            notes.append(f"The budget ended before task {plan.work.name}.")
+            continue
+        setting = Setting(plan, options, folder, benchmark.gpus)
+        raw = Session(plan, options, setting, deadline, tell).run()
+        notes += [
+            f"Task {plan.work.name}: {name} could not be started: {why}" for name, why in raw["not_started"].items()
+        ]
+        if raw["failed"]:
+            notes.append(f"Task {plan.work.name} ended early: {raw['failed']}")
+        rows = figures.figures(raw, batch_size=plan.work.batch_size, engines_here=max(1, len(benchmark.gpus)))
+        sessions.append(
+            {**raw, "rows": rows, "idle": figures.idle_cost(raw["closing"]), "asked": plan.rounds,
+             "batch_size": plan.work.batch_size}
+        )  # fmt: skip
+        if raw["failed"] == "interrupted":
+            break
+    return {
+        "command": command, "machine": machine(benchmark), "versions": versions(), "notes": notes,
+        "seconds": round(time.monotonic() - begin, 1),
+        "load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)],
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "left_out": benchmark.left_out, "sessions": sessions,
+    }  # fmt: skip
+
+
+def machine(benchmark: Benchmark) -> dict[str, str]:
+    """What a result is worth nothing without, and nothing that names the place."""
+    found = {"Cores": f"{os.cpu_count()} ({platform.machine()})", "Python": platform.python_version()}
+    found["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
+    if benchmark.gpus:
+        found["GPU"] = ", ".join(f"{gpu.name}, {gpu.total / 2**30:.1f} GiB" for gpu in benchmark.gpus)
+        found["Driver"] = benchmark.driver
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that matter and are installed."""
+    return {name: found for name in _PACKAGES if (found := _version(name))}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def right(results: Mapping[str, Any]) -> bool:
+    """Whether every arm's outputs were right and every session has a whole round."""
+    return bool(results["sessions"]) and all(map(_is_right, results["sessions"]))
+
+
+def _is_right(session: Mapping[str, Any]) -> bool:
+    whole = session["rounds"] and not session["failed"] and not session["not_started"]
+    return bool(whole) and all(row["outputs"]["right"] for row in session["rows"])
+
+
+def _gpus(options: Namespace, around: Surroundings) -> tuple[GpuFacts, ...]:
+    found = around.nvml.gpus
+    if not found or options.engine == "tiny":
+        return ()
+    if options.gpu >= len(found):
+        raise ConfigError(f"--gpu {options.gpu}: there are {len(found)} GPUs", "give NVML's index, from 0")
+    return (found[options.gpu], *(gpu for gpu in found if gpu.index != options.gpu))
+
+
+def _why_no_mps(around: Surroundings, gpus: tuple[GpuFacts, ...]) -> str:
+    if not gpus:
+        return "there is no GPU"
+    try:
+        # Engines join by their environment here, so the plugin does not matter.
+        require_possible(run_checks(around, gpus[0].uuid), plugin=False)
+    except PlacementError as error:
+        return error.message
+    return ""

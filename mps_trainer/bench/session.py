@@ -1,0 +1,224 @@
+"""One session: start what the plan says, measure windows in interleaved rounds, end everything.
+
+A window is one arm under one load: some batches with their gaps, its trainer fed without a pause. All other trainers
+are at rest meanwhile, with nothing in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from mps_trainer.bench.arms import Arm, dedicated
+from mps_trainer.bench.engine import BatchResult, EngineProcess
+from mps_trainer.bench.load import Batch, Load
+from mps_trainer.bench.meters import Meter
+from mps_trainer.bench.plan import SessionPlan, guess_batch_s
+from mps_trainer.bench.setting import Setting
+from mps_trainer.bench.trainers import Trainer
+from mps_trainer.errors import MpsTrainerError, RunError
+
+_ENGINE_READY_S = 600.0
+_SILENT_S = 600.0
+_END_S = 5.0
+
+Raw = dict[str, Any]
+
+
+class OutOfTimeError(RunError):
+    """The budget ends amid a round, which is then dropped."""
+
+
+class Session:
+    """Runs a plan.
+
+    Args:
+        setting: makes trainers and engines of this machine.
+        deadline: of `time.monotonic()`; rounds that would end after it are not begun.
+        tell: called with what happens now.
+    """
+
+    def __init__(
+        self, plan: SessionPlan, options: Namespace, setting: Setting, deadline: float, tell: Callable[[str], None]
+    ) -> None:
+        self._plan, self._options, self._setting = plan, options, setting
+        self._deadline, self._tell = deadline, tell
+        self._trainers: dict[str, Trainer] = {}
+        self._engines: dict[str, EngineProcess] = {}
+        self._alone_s = guess_batch_s(options)
+        self._round_s = plan.round_s
+        self._done = 0
+        self._alone = plan.alone
+        self._broken: dict[str, str] = {}
+        self._end_s = _END_S
+
+    def run(self) -> Raw:
+        """Everything measured; `cut` says so when it is less than was asked for, `failed` when something broke.
+
+        Whole rounds are kept, whatever ends the next one; what fails before the first round is raised.
+        """
+        found: Raw = {
+            "task": self._plan.work.name, "windows": [], "alone": [], "cut": "", "failed": "", "rounds": 0,
+            "closing": [],
+        }  # fmt: skip
+        with ExitStack() as stack:
+            stack.enter_context(self._setting)
+            self._start(stack)
+            found["engines"] = {name: engine.facts for name, engine in self._engines.items()}
+            self._warm_up()
+            found |= {"batch_alone_s": self._alone_s, "dedicated": self._alone.name, "not_started": self._broken}
+            blocks = 2 + (len(self._engines) > 1)
+            self._end_s = _END_S + blocks * self._options.closing * self._alone_s
+            try:
+                self._rounds(found)
+                found["closing"] = self._closing()
+            except (MpsTrainerError, OSError) as error:
+                found["failed"] = f"{type(error).__name__}: {error}"
+            except KeyboardInterrupt:
+                found["failed"] = "interrupted"
+        return found
+
+    def _start(self, stack: ExitStack) -> None:
+        for arm in self._plan.trainers:
+            self._tell(f"starting the trainer of {arm.name}")
+            trainer = self._setting.trainer(arm)
+            stack.callback(trainer.close)
+            try:
+                with pinned(self._options.pin_trainer):
+                    trainer.start()
+            except MpsTrainerError as error:
+                # The others are worth their time all the same.
+                trainer.close()
+                self._broken[arm.name] = str(error)
+                continue
+            self._trainers[arm.name] = trainer
+        if not self._trainers:
+            raise RunError(f"no trainer could be started: {self._broken}", "see the logs in --work-dir")
+        self._alone = dedicated([arm for arm in self._plan.trainers if arm.name in self._trainers])
+        for name in self._plan.engines:
+            self._tell(f"starting the engine {name}")
+            with pinned(self._options.pin_engine):
+                engine = self._setting.engine(name)
+            stack.callback(engine.close)
+            engine.wait_ready(_ENGINE_READY_S)
+            self._engines[name] = engine
+
+    def _warm_up(self) -> None:
+        load, seconds = self._plan.loads[0], []
+        for name, engine in self._engines.items():
+            for number in range(self._options.warmup):
+                self._tell(f"warming up the engine {name}")
+                result = engine.run(load.batch(number), _SILENT_S)
+                if name == self._plan.engines[0]:
+                    seconds.append(result.seconds)
+        self._alone_s = sorted(seconds[len(seconds) // 2 :])[0]
+        self._round_s *= self._alone_s / guess_batch_s(self._options)
+
+    def _rounds(self, found: Raw) -> None:
+        for number in range(self._plan.rounds):
+            begin = time.monotonic()
+            if begin + self._round_s + self._end_s > self._deadline and number:
+                found["cut"] = f"the budget ended after {number} of {self._plan.rounds} rounds"
+                return
+            windows: list[Raw] = []
+            try:
+                for arm, load in self._plan.order(number):
+                    if arm.name not in self._broken:
+                        windows.append(self._window(arm, load, number))
+                alone = self._trainer_alone(number)
+            except OutOfTimeError as error:
+                found["cut"] = f"{error.message}; the round begun is left out"
+                return
+            found["windows"] += windows
+            found["alone"].append(alone)
+            found["rounds"] = number + 1
+            self._round_s = time.monotonic() - begin
+
+    def _next(self, what: str) -> None:
+        self._done += 1
+        total = self._plan.windows * self._plan.rounds
+        if time.monotonic() + self._end_s > self._deadline:
+            raise OutOfTimeError("the budget ended amid a round")
+        self._tell(f"{self._done} of {total} windows: {what}")
+
+    def _window(self, arm: Arm, load: Load, number: int) -> Raw:
+        self._next(f"{self._plan.work.name}, {load.name}, {arm.name}")
+        trainer, engine = self._trainers.get(arm.name), self._engines[arm.engine]
+        if trainer is not None:
+            trainer.resume()
+        meter = Meter(engine.pid, trainer.pids() if trainer is not None else [], trainer)
+        batches = []
+        for i in range(self._options.batches):
+            batch = load.batch(number * self._options.batches + i)
+            batches.append(describe_batch(batch, engine.run(batch, _SILENT_S)))
+            silence(load.gap_s(batch, self._alone_s))
+        measured = meter.read()
+        if trainer is not None:
+            trainer.pause()
+            measured |= {"score_ms": list(trainer.score_ms), "problem": trainer.problem()}
+        return {"arm": arm.name, "load": load.name, "round": number, "batches": batches, **measured}
+
+    def _trainer_alone(self, number: int) -> Raw:
+        arm = self._alone
+        self._next(f"{self._plan.work.name}, the trainer of {arm.name} alone")
+        trainer = self._trainers[arm.name]
+        trainer.resume()
+        meter = Meter(0, trainer.pids(), trainer)
+        silence(self._options.dedicated_s)
+        measured = meter.read()
+        trainer.pause()
+        return {"arm": arm.name, "round": number, **measured, "score_ms": list(trainer.score_ms)}
+
+    def _closing(self) -> list[Raw]:
+        """Solo batches with all idle processes there, then without the trainers, then without the second engine."""
+        main = self._plan.engines[0]
+        blocks = [self._block("all trainers and engines there, at rest", main)]
+        for trainer in self._trainers.values():
+            trainer.close()
+        blocks.append(self._block("trainers ended", main))
+        if len(self._engines) > 1:
+            for name in self._plan.engines[1:]:
+                self._engines[name].close()
+            blocks.append(self._block("the second engine ended too", main))
+        return blocks
+
+    def _block(self, what: str, engine: str) -> Raw:
+        self._tell(f"closing: {what}")
+        batch = self._plan.loads[0].batch(0)
+        return {
+            "what": what,
+            "seconds": [self._engines[engine].run(batch, _SILENT_S).seconds for _ in range(self._options.closing)],
+        }
+
+
+def describe_batch(batch: Batch, result: BatchResult) -> Raw:
+    """What is kept of a batch; its step times are reduced to two quantiles."""
+    return {
+        "batch": batch.index, "seconds": round(result.seconds, 6), "tokens": result.tokens,
+        "wanted_tokens": batch.tokens, "digest": result.digest, "comparable": batch.arrives_at_once,
+        "not_finite": result.not_finite, "token_ms_p50": result.token_ms(0.5), "token_ms_p99": result.token_ms(0.99),
+    }  # fmt: skip
+
+
+def silence(seconds: float) -> None:
+    """The gap between two batches: nothing is generated."""
+    threading.Event().wait(seconds)
+
+
+@contextmanager
+def pinned(cores: Sequence[int]) -> Iterator[None]:
+    """What is started inside runs on these cores; no cores: wherever the kernel likes."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,172 @@
+"""What is planned for a machine: arms, order, processes, memory. The GPUs here are mocked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_helpers import EVERYTHING, GIB, gpu, mocked_surroundings
+
+from mps_trainer.bench import options as flags
+from mps_trainer.bench.arms import ARMS, BY_NAME, PACE, Here, choose
+from mps_trainer.bench.run import Benchmark, prepare
+from mps_trainer.bench.setting import Setting
+from mps_trainer.bench.work import Work
+from mps_trainer.errors import ConfigError, PlacementError
+from mps_trainer.launcher.memory_plan import CONTEXT, SLACK
+from mps_trainer.mps.checks import read_surroundings
+from mps_trainer.mps.environment import NO_PIPE_DIR, PIPE_VARIABLE, PRIORITY_VARIABLE
+from mps_trainer.mps.folder import mps_folder
+from mps_trainer.mps.nvml import GpuProcess, NvmlFacts
+from mps_trainer.mps.placement import GpuPlacement
+from mps_trainer.vllm_plugin.plugin import RUN_VARIABLE
+
+
+def planned(*argv: str, gpus: int = 2, here: Here = EVERYTHING) -> Benchmark:
+    return prepare(flags.parse(argv), mocked_surroundings(read_surroundings(), gpus), here)
+
+
+def test_the_order_of_steps_with_a_mocked_gpu() -> None:
+    [plan] = planned("--rounds", "5").plans
+    words = [step.what.split(" (")[0] for step in plan.steps]
+    assert words[0] == "the MPS daemon of the benchmark"
+    trainers = [i for i, what in enumerate(words) if what.startswith("trainer of")]
+    engines = [i for i, what in enumerate(words) if what.startswith("engine ")]
+    # vLLM measures a GPU whose memory must not change, so everybody else is there before.
+    assert max(trainers) < min(engines)
+    assert [words[i] for i in engines] == ["engine plain", "engine client"]
+    assert len(trainers) == 9
+    assert words[-3:] == [
+        f"5 rounds of {11 * 3 + 1} windows, interleaved", "3 closing blocks of 5 solo batches", "the end"
+    ]  # fmt: skip
+    assert plan.alone.name == "time-slices"
+
+
+def test_rounds_are_interleaved_and_begin_with_another_arm_each() -> None:
+    [plan] = planned().plans
+    counts = Counter((arm.name, load.name) for number in range(5) for arm, load in plan.order(number))
+    assert set(counts.values()) == {5}
+    assert len({plan.order(number)[0][0].name for number in range(5)}) == 5
+
+
+def test_the_memory_of_two_engines_and_of_all_sidecars_with_a_mocked_gpu() -> None:
+    [plan] = planned("--tasks", "B").plans
+    assert plan.memory is not None
+    assert sum(size for _, size in plan.memory.rows) == 140 * GIB
+    shares = plan.share_of_gpu
+    assert set(shares) == {"plain", "client"}
+    assert shares["plain"] == shares["client"] > 0.2
+    sidecars = 5 * (plan.work.pool + CONTEXT + SLACK)
+    assert sum(shares.values()) * 140 * GIB + sidecars + 2 * 3 * GIB < 140 * GIB
+
+
+def test_engines_that_do_not_fit_are_refused_before_anything_starts() -> None:
+    with pytest.raises(PlacementError, match="do not fit"):
+        planned("--longest-tokens", "16000", "--sequences", "512")
+
+
+def test_a_gpu_that_somebody_uses_is_refused() -> None:
+    busy = dataclasses.replace(gpu(0), processes=(GpuProcess(4711, GIB, "python"),))
+    around = dataclasses.replace(read_surroundings(), nvml=NvmlFacts((busy,), "580"))
+    with pytest.raises(PlacementError, match="4711"):
+        prepare(flags.parse([]), around, EVERYTHING)
+
+
+def without_pace(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != PACE}
+
+
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Setting, Benchmark]:
+    monkeypatch.setenv("MPS_TRAINER_STATE_DIR", str(tmp_path / "s"))
+    benchmark = planned()
+    setting = Setting(benchmark.plans[0], benchmark.options, tmp_path, benchmark.gpus)
+    setting._mps = mps_folder("bench")
+    return setting, benchmark
+
+
+def test_who_is_a_client_with_a_mocked_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, benchmark = made(tmp_path, monkeypatch)
+    original = Work.settings
+    # Whether this version has the pace or not.
+    monkeypatch.setattr(Work, "settings", lambda work, **more: original(work, **without_pace(more)))
+    assert setting.engine_environment("plain")[PIPE_VARIABLE] == NO_PIPE_DIR
+    trainers = {arm.name: setting.trainer(arm) for arm in benchmark.plans[0].trainers}
+    client = setting.engine_environment("client")
+    assert client[PIPE_VARIABLE] == str(mps_folder("bench").pipe_dir)
+    assert client[RUN_VARIABLE] == trainers["mps-pace"].run_id  # type: ignore[attr-defined]
+    assert client["CUDA_VISIBLE_DEVICES"] == "0"
+    records: dict[str, Any] = {
+        name: trainers[name]._record
+        for name in ("sidecar-cpu", "own-gpu", "time-slices", "mps-low")  # type: ignore[attr-defined]
+    }
+    assert {name: (record.device, record.mps) for name, record in records.items()} == {
+        "sidecar-cpu": ("cpu", "off"), "own-gpu": ("cuda:1", "off"), "time-slices": ("cuda:0", "off"),
+        "mps-low": ("cuda:0", "on"),
+    }  # fmt: skip
+
+
+def test_the_variables_of_an_mps_sidecar_by_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, _ = made(tmp_path, monkeypatch)
+    found = {}
+    for arm in ARMS:
+        placement = setting.placement(arm)
+        if placement is not None:
+            env = placement.environment({}, mps_folder("bench"))
+            found[arm.name] = (env[PRIORITY_VARIABLE], env.get("CUDA_LAUNCH_BLOCKING"))
+    assert found == {"mps-plain": ("0", None), "mps-low": ("1", "1"), "mps-pace": ("1", "1")}
+
+
+def test_sidecars_of_one_daemon_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, benchmark = made(tmp_path, monkeypatch)
+    daemon = mps_folder("bench")
+    daemon.make()
+    (daemon.pipe_dir / "control").touch()
+    first, second = (setting.trainer(BY_NAME["mps-low"]) for _ in range(2))
+    for trainer in (first, second):
+        trainer._place()  # type: ignore[attr-defined]
+        folder = mps_folder(trainer.run_id)  # type: ignore[attr-defined]
+        assert GpuPlacement.load(folder).limit == benchmark.plans[0].work.pool + CONTEXT + SLACK
+        assert folder.pipe_dir.resolve() == daemon.pipe_dir.resolve()
+        trainer.close()
+        assert not folder.path.exists()
+    assert (daemon.pipe_dir / "control").exists()
+
+
+def test_the_spec_of_a_vllm_engine_holds_the_longest_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, _ = made(tmp_path, monkeypatch)
+    spec = setting.engine_spec("client")
+    assert (spec["kind"], spec["shape"], spec["sequences"], spec["longest"]) == ("vllm", "7B", 256, 128 + 768)
+
+
+def test_without_a_gpu_the_other_arms_are_left_out_with_the_reason() -> None:
+    chosen, left_out = choose(None, Here(), tiny=True)
+    assert [arm.name for arm in chosen] == ["none", "cpu-in-operator", "sidecar-cpu"]
+    assert "FastAPI" in left_out["rest-cpu"]
+    assert set(left_out) == {arm.name for arm in ARMS} - {arm.name for arm in chosen}
+
+
+def test_a_version_without_a_pace_says_so() -> None:
+    _, left_out = choose(None, dataclasses.replace(EVERYTHING, pace=False), tiny=False)
+    assert left_out == {"mps-pace": "this version of mps-trainer has no setting max_rollout_slowdown"}
+
+
+def test_one_gpu_has_no_second_one() -> None:
+    _, left_out = choose(None, dataclasses.replace(EVERYTHING, gpus=1), tiny=False)
+    assert left_out == {"own-gpu": "it needs a second GPU"}
+
+
+def test_arms_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no arm 'mps'"):
+        choose(["mps"], EVERYTHING, tiny=False)
+    with pytest.raises(ConfigError, match="no arm with a trainer"):
+        choose(["mps-low"], Here(), tiny=True)
+
+
+def test_the_plan_says_its_time_first_and_whether_the_budget_holds_it() -> None:
+    lines = planned("--budget-s", "60").lines
+    assert lines[0].startswith("time: about ")
+    assert lines[0].endswith("it will end with fewer rounds")
+    assert any("engine client" in line and "%" in line for line in lines)

@@ -1,0 +1,205 @@
+"""The order of a session and how it ends, with made-up engines and trainers in this process."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mps_trainer.bench import options as flags
+from mps_trainer.bench.arms import Here, choose
+from mps_trainer.bench.engine import BatchResult
+from mps_trainer.bench.plan import SessionPlan, make_plan
+from mps_trainer.bench.run import loads
+from mps_trainer.bench.session import Session, pinned
+from mps_trainer.bench.work import WORKS
+from mps_trainer.errors import RunError
+
+
+class MadeUp:
+    """Setting, trainer and engine in one, which notes what is asked of it; `batch_s` on a made-up clock."""
+
+    def __init__(self, log: list[str], name: str = "", clock: MadeUpClock | None = None) -> None:
+        self.log, self.name, self.clock = log, name, clock
+        self.score_ms = [1.0]
+        self.pid = os.getpid()
+        self.facts = {"engine": "made up"}
+        self.breaks = False
+        self._steps = 0
+
+    def __enter__(self) -> MadeUp:
+        self.log.append("in")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append("out")
+
+    def trainer(self, arm: Any) -> MadeUp:
+        return MadeUp(self.log, arm.name, self.clock)
+
+    def engine(self, name: str) -> MadeUp:
+        self.log.append(f"start {name}")
+        made = MadeUp(self.log, name, self.clock)
+        made.breaks = self.breaks
+        return made
+
+    def wait_ready(self, timeout_s: float) -> None:
+        self.log.append(f"ready {self.name}")
+
+    def run(self, batch: Any, timeout_s: float) -> BatchResult:
+        self.log.append(f"batch {self.name}")
+        if self.breaks and self.log.count("batch plain") > 9:
+            raise RunError("the engine has ended")
+        assert self.clock is not None
+        self.clock.now += 1.0
+        return BatchResult(0.0, 1.0, batch.tokens, "d", 0, (1.0, 3.0), (4, 1))
+
+    def start(self) -> None:
+        self.log.append(f"start {self.name}")
+
+    def resume(self) -> None:
+        self.log.append(f"resume {self.name}")
+
+    def pause(self) -> None:
+        self._steps += 5
+        self.log.append(f"pause {self.name}")
+
+    def steps(self) -> int:
+        self._steps += 3
+        return self._steps
+
+    def pids(self) -> list[int]:
+        return []
+
+    def problem(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        self.log.append(f"close {self.name}")
+
+
+class MadeUpClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+def plan_of(*argv: str) -> tuple[SessionPlan, Any]:
+    options = flags.parse(["--tiny", "--dedicated-s", "0", "--gap", "0", *argv])
+    flags.complete(options, vllm=False)
+    arms, _ = choose(None, Here(), tiny=True)
+    return make_plan(WORKS["A"], arms, loads(options), options), options
+
+
+def session(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, *argv: str, breaks: bool = False
+) -> tuple[Session, list[str]]:
+    clock, log = MadeUpClock(), []
+    monkeypatch.setattr(time, "monotonic", clock)
+    plan, options = plan_of(*argv)
+    setting: Any = MadeUp(log, clock=clock)
+    setting.breaks = breaks
+    return Session(plan, options, setting, clock.now + budget_s, lambda _: None), log
+
+
+def test_everything_is_started_measured_and_ended_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, log = session(monkeypatch, 1e6, "--rounds", "3", "--batches", "1", "--engines", "2")
+    found = one.run()
+    assert log[:7] == [
+        "in", "start cpu-in-operator", "start sidecar-cpu", "start plain", "ready plain", "start second", "ready second"
+    ]  # fmt: skip
+    assert (found["rounds"], found["cut"], len(found["windows"]), len(found["alone"])) == (3, "", 9, 3)
+    trained = [w for w in found["windows"] if w["arm"] != "none"]
+    assert [w["steps"] for w in trained] == [3] * 6
+    assert [w["arm"] for w in found["windows"][:6]] == [
+        "none", "cpu-in-operator", "sidecar-cpu", "cpu-in-operator", "sidecar-cpu", "none"
+    ]  # fmt: skip
+    assert found["windows"][0]["batches"][0]["token_ms_p99"] == 3.0
+    assert [block["what"] for block in found["closing"]] == [
+        "all trainers and engines there, at rest", "trainers ended", "the second engine ended too"
+    ]  # fmt: skip
+    assert log.index("close second") < log.index("out")
+    assert log[-1] == "out"
+
+
+def test_one_trainer_is_active_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, log = session(monkeypatch, 1e6, "--rounds", "2")
+    one.run()
+    active: set[str] = set()
+    for line in log:
+        word, _, name = line.partition(" ")
+        if word == "resume":
+            assert not active
+            active.add(name)
+        elif word == "pause":
+            active.remove(name)
+
+
+def test_the_budget_ends_with_fewer_rounds_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A round takes three windows of a second; after the second one a third would be too late.
+    one, log = session(monkeypatch, 19.0, "--rounds", "5", "--batches", "1")
+    found = one.run()
+    assert 1 <= found["rounds"] < 5
+    assert found["cut"] == f"the budget ended after {found['rounds']} of 5 rounds"
+    assert len(found["windows"]) == 3 * found["rounds"]
+    assert found["closing"]
+    assert log[-1] == "out"
+
+
+def test_a_round_that_the_budget_cuts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, log = session(monkeypatch, 2.5, "--rounds", "5", "--batches", "1")
+    found = one.run()
+    assert (found["rounds"], found["windows"]) == (0, [])
+    assert "left out" in found["cut"]
+    assert log[-1] == "out"
+
+
+def test_all_is_ended_when_an_engine_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, log = session(monkeypatch, 1e6, "--rounds", "9", breaks=True)
+    found = one.run()
+    # What was measured before is kept, the round that broke is not.
+    assert found["failed"] == "RunError: the engine has ended"
+    assert (found["rounds"], len(found["windows"])) == (1, 3)
+    assert {"close plain", "close sidecar-cpu", "close cpu-in-operator", "out"} <= set(log)
+
+
+def test_a_trainer_that_does_not_start_costs_its_arm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = session(monkeypatch, 1e6, "--rounds", "1", "--batches", "1")
+
+    def start(self: MadeUp) -> None:
+        if self.name == "sidecar-cpu":
+            raise RunError("no room")
+
+    monkeypatch.setattr(MadeUp, "start", start)
+    found = one.run()
+    assert found["not_started"] == {"sidecar-cpu": "no room"}
+    assert [w["arm"] for w in found["windows"]] == ["none", "cpu-in-operator"]
+    assert found["dedicated"] == "cpu-in-operator"
+
+
+def test_what_is_started_inside_is_pinned() -> None:
+    before = os.sched_getaffinity(0)
+    with pinned([min(before)]):
+        assert os.sched_getaffinity(0) == {min(before)}
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    "argv", [["--tiny", "--engine", "vllm"], ["--rounds", "0"], ["--task-args", "[]"]], ids=lambda argv: " ".join(argv)
+)
+def test_flags_that_make_no_sense_are_refused(argv: list[str]) -> None:
+    from mps_trainer.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        flags.complete(flags.parse(argv), vllm=False)
+
+
+def test_ranges_of_cores_and_lists_are_read(tmp_path: Path) -> None:
+    options = flags.parse(["--pin-engine", "0-2,5", "--gap", "0,0.3", "--arms", "none, mps-low"])
+    assert (options.pin_engine, options.gap, options.arms) == ((0, 1, 2, 5), (0.0, 0.3), ["none", "mps-low"])
