@@ -7,7 +7,7 @@ The benchmark (`docs/benchmark.md`) with the arms that matter here, interleaved:
 of MPS, low priority without a pace, low priority with it; at gaps of 0, 10 and 30 %. Then sessions of the solo
 rollout with vLLM's statistics off, on, off, on: they are fixed when an engine starts, so the session is the round.
 Where one command may not last so long, do one --part and one of --tasks at a time.
-Needs vllm and one GPU (the daemon is the benchmark's own). Every part has its share of the budget; what was cut says so.
+Needs vllm and one GPU (the daemon is the benchmark's own). Each part has its share of the budget; what was cut says so.
 Exit status: 0 when every part has a result, 1 not.
 """
 
@@ -143,7 +143,7 @@ def main() -> int:
             for i, on in enumerate(STATISTICS_SESSIONS)
         ]
         if options.plan:
-            for words in (paced, *solo):
+            for words in (*([paced] if main_s else []), *(solo if each_s else [])):
                 print("$ " + " ".join(words[1:]))
             return 0
         found = bench(paced, folder / "pace", main_s + 60) if main_s else {}
