@@ -21,7 +21,6 @@ Before each record and step the file `doing` says what comes; what killed a pred
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -86,8 +85,7 @@ class Sidecar:
         self._dropped = Dropped(self._hub)
         self._pace = pace_for(record, settings, self._learner)
         self._picture = Picture(own, learning, self._hub, self._dropped, self._answering, self._pace)
-        look = functools.partial(self._picture.refresh, amid_steps=True)
-        self._steps = Steps(self._learner, self._aside, self._report, before=look, pace=self._pace)
+        self._steps = Steps(self._learner, self._aside, self._report, self._picture.refresh_amid_steps, self._pace)
         ending.listen(self._hub.wake)
         self._saved_at_step = self._tried_at_step = self._trainer.step
         self._behind = True
@@ -106,8 +104,7 @@ class Sidecar:
                 self._sit_out()
             elif self._behind:
                 self._catch_up(self._must_stop)
-                if self._learner.steps_due:
-                    time.sleep(self._pace.wait_s(0.0))  # Records wait until the journal is done.
+                time.sleep(self._pace.wait_s(0.0))  # Records wait until the journal is done.
             else:
                 if not self._hub.wait(self._pace.wait_s(0.0 if self._learner.may_train else _WAIT_S)):
                     self._train_between()
@@ -225,12 +222,16 @@ class Sidecar:
         self._answering.answer(delivery)
 
     def _train_due(self, stop: Callable[[], bool]) -> None:
-        """The steps that are due until `stop`; after the last, the metrics of the batch and perhaps a checkpoint."""
-        if not self._learner.batch_is_in or not self._steps.take_due(stop):
+        """The steps that are due until `stop` or the pace yields; then the batch's metrics and perhaps a checkpoint."""
+        before = self._trainer.step
+        if not self._steps.take_due(stop) and stop():
             return
-        self._note.stage(Stage.WRITING)
-        self._report.write(self._learner.close_batch(), self._picture.gauges() | self._picture.of_pace())
-        self._picture.save()
+        if self._learner.batch_is_in:
+            self._note.stage(Stage.WRITING)
+            self._report.write(self._learner.close_batch(), self._picture.gauges() | self._picture.of_pace())
+            self._picture.save()
+        elif self._trainer.step == before:
+            return
         self._snapshots.publish_if_due()
         self._save_if_due()
 

@@ -98,6 +98,10 @@ class Picture:
         if time.monotonic() - self._own.saved_at > _EVERY_S:
             self.save(amid_steps=amid_steps)
 
+    def refresh_amid_steps(self) -> None:
+        """As `refresh`, between two steps of a batch."""
+        self.refresh(amid_steps=True)
+
 
 def _device_bytes(device: torch.device) -> int | None:
     # The peak: what the reservation has to hold. What PyTorch has reserved is constant on a shared GPU.

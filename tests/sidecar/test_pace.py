@@ -281,6 +281,7 @@ def test_real_sidecar_yields_to_a_busy_engine_scores_meanwhile_and_trains_when_i
             channel.send(token_rows(rng, 64, 64 * number), request_id=number, want_scores=False)
         wait_until(lambda: (busy(), run.status().steps_owed == 12)[1])
         assert run.status().version == 0
+        assert [line["batch"] for line in run.metrics() if line["kind"] == "batch"] == [1, 2, 3], "told, though owed"
         assert run.status().pace_source == "engine"
         busy()
         channel.send(token_rows(rng, 8, 900), request_id=3, want_scores=True)

@@ -1,7 +1,8 @@
 """Between the steps of the sidecar and the controller: what is owed, the floor, and what is said of it.
 
-A step that is refused stays owed and the loop goes on with records and scores. What is owed grows to that of
-`_OWED_BATCHES` batches; the oldest beyond are skipped and counted.
+A step that is refused stays owed and the loop goes on with records, scores, metrics and checkpoints; its loss is
+told with the next batch. What is owed grows to the steps of `_OWED_BATCHES` batches; the oldest beyond are skipped and
+counted.
 
 The floor of a batch is taken in the gap or wherever else the pace allows it; what is left of it when the next batch
 comes is taken at once, whatever it costs, and said when that happens batch after batch.
