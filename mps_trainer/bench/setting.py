@@ -67,6 +67,8 @@ class Setting:
             hosted_on = "cpu" if device == "cpu" else "cuda:0"
             return kind(work, self._folder, lengths, device=hosted_on, threads=threads, env=env)
         settings: dict[str, Any] = {"cpu_threads": self._options.operator_cores}
+        # Beside an engine a pace is the default, and only one arm shall have it.
+        settings["pace"] = "on" if arm.paced else "off"
         if arm.paced:
             settings[PACE] = self._options.slowdown
         trainer = SidecarTrainer(
@@ -101,9 +103,11 @@ class Setting:
             r.prompt_tokens + r.response_tokens for load in self._plan.loads for b in load.batches for r in b.requests
         )
         most = max(len(b.requests) for load in self._plan.loads for b in load.batches)
+        # A pace listens to the engine, and what that costs is in every arm or in none.
+        statistics = options.statistics or any(arm.paced for arm in self._plan.arms)
         return {
             "kind": "vllm", "shape": options.shape, "utilization": self._plan.share_of_gpu[name], "longest": longest,
-            "sequences": most, "folder": str(self._folder / f"engine-{name}"), "statistics": options.statistics,
+            "sequences": most, "folder": str(self._folder / f"engine-{name}"), "statistics": statistics,
         }  # fmt: skip
 
     def engine_environment(self, name: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from mps_trainer.bench.paced import PacedFeed
 from mps_trainer.bench.work import Work, made_up
 from mps_trainer.columns import Rows
 from mps_trainer.errors import AlreadyRunningError, RunError, TransportError
@@ -174,6 +175,7 @@ class SidecarTrainer:
         self._feed: Feed | None = None
         self._process: SidecarProcess | None = None
         self._ready_timeout = resolved.ready_timeout
+        self._pace = PacedFeed(self._run_dir, work.steps, self.steps) if resolved.pace == "on" else None
 
     def start(self) -> None:
         """Start it; as `Trainer.start`."""
@@ -203,13 +205,17 @@ class SidecarTrainer:
 
     def resume(self) -> None:
         """Let experiences come."""
-        self._running.resume()
         before = self.steps()
+        if self._pace is not None:
+            self._pace.resume()
+        self._running.resume()
         wait_until(lambda: self.steps() > before or self._running.error, 60, "the sidecar trains")
 
     def pause(self) -> None:
         """Let none come, and wait until it is at rest."""
         self._running.pause()
+        if self._pace is not None:
+            self._pace.paused()
         wait_until(self._is_idle, 120, "the sidecar has nothing left to do")
 
     @property
@@ -249,7 +255,8 @@ class SidecarTrainer:
     def _is_idle(self) -> bool:
         doing = read_doing(self._run_dir)
         waits = doing is not None and doing.stage is Stage.WAITING
-        return bool(self._running.error) or (waits and not self._channel.backlog())
+        owes = self._pace is not None and self._pace.owes()
+        return bool(self._running.error) or (waits and not self._channel.backlog() and not owes)
 
     def _place(self) -> None:
         if self._placement is None or self._daemon_pipe is None:
@@ -273,12 +280,16 @@ class SidecarTrainer:
             raise RunError(f"the sidecar did not get ready: {why}", f"see {process.log}")
 
     def _send(self, rows: Rows) -> None:
+        if self._pace is not None:
+            self._pace.wait(self._channel.sidecar_alive)
         # Nothing is lost when the sidecar takes longer than the wait of one send.
         while self._channel.send(rows, request_id=next(self._requests), want_scores=False).rows_dropped:
             if not self._channel.sidecar_alive():
                 raise RunError("the sidecar has ended", f"see {self._run_dir}/sidecar.log")
 
     def _ask(self, rows: Rows) -> int:
+        if self._pace is not None:
+            self._pace.wait(self._channel.sidecar_alive)
         while True:
             request = next(self._requests)
             if not self._channel.send(rows, request_id=request, want_scores=True).rows_dropped:

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from mps_trainer.vllm_plugin import stat_logger
+
 #: hidden, inner, layers, heads, KV heads, vocabulary, tied embeddings
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -69,6 +71,9 @@ class VllmEngine:
             disable_log_stats=not spec.get("statistics", False),
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         )  # fmt: skip
+        if spec.get("statistics", False):
+            # vLLM loads stat loggers for its asynchronous engine only. Without a paced run there is none to add.
+            stat_logger.attach(self._llm.llm_engine)
         self._asked = 0
 
     def facts(self) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""The settings of the pace: how the sidecar yields to the rollout. See docs/pace.md."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from pydantic import Field
+
+MIN_STEPS_PER_BATCH = 1
+
+PACE: Any = Field(
+    "auto",
+    description="train in the rollout's gaps and yield while it generates; auto: on where the sidecar shares the "
+    "engine's GPU through MPS, off elsewhere",
+)
+MAX_ROLLOUT_SLOWDOWN: Any = Field(
+    0.03, gt=0, lt=1, description="pace: how much longer the rollout may take because of the training, as a share"
+)
+MIN_STEPS: Any = Field(
+    MIN_STEPS_PER_BATCH,
+    ge=0,
+    description="pace: at least so many training steps for each batch, whatever they cost the rollout",
+)
+
+
+class _Paced(Protocol):
+    @property
+    def pace(self) -> str: ...
+    @property
+    def min_steps_per_batch(self) -> int: ...
+    @property
+    def steps_per_batch(self) -> int: ...
+
+
+def is_paced(pace: str, mps: str) -> bool:
+    """Whether a run is paced.
+
+    Args:
+        pace: the setting.
+        mps: "on" or "off", as the plan resolved it.
+    """
+    return pace == "on" or (pace == "auto" and mps == "on")
+
+
+def check_pace(settings: _Paced, train: str) -> None:
+    """ValueError when the floor is above what falls due at all."""
+    floor = settings.min_steps_per_batch
+    if train == "steps" and floor > settings.steps_per_batch and floor != MIN_STEPS_PER_BATCH:
+        raise ValueError(
+            f"min_steps_per_batch is {floor}, but only steps_per_batch {settings.steps_per_batch} fall due with a "
+            "batch; lower the one or raise the other"
+        )
