@@ -48,7 +48,9 @@ def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     p.add_argument("--tiny", action="store_true", help="the smallest CPU run there is, to see that the script works")
     p.add_argument("--gpu", type=int, default=0, help="NVML's index of the engines' GPU")
     p.add_argument("--arms", type=_names, help=f"some of {', '.join(BY_NAME)}; all that can run by default")
-    p.add_argument("--tasks", type=_names, help=f"some of {', '.join(WORKS)} (default A), one session each")
+    p.add_argument("--tasks", type=_names, help=f"some of {', '.join(WORKS)} (default A)")
+    p.add_argument("--separate", action="store_true", help="a session, with its own engines, for each of --tasks")
+    p.add_argument("--overlap", action="store_true", help="start engines while trainers still start: sooner ready")
     p.add_argument("--task-args", type=json.loads, default={}, help='JSON by task: {"B": {"layers": 2, "width": 128}}')
     p.add_argument(
         "--train-steps", type=int, help="for each record that reaches the trainer (A: 64 on a GPU, 16 on a CPU)"
@@ -75,7 +77,9 @@ def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     p.add_argument("--pin-engine", type=_cores, default=(), help="cores of the engines, such as 0-3")
     p.add_argument("--pin-trainer", type=_cores, default=(), help="cores of the trainers, such as 4-7")
     p.add_argument("--warmup", type=int, help="batches before the first round (default 2)")
-    p.add_argument("--closing", type=int, help="solo batches of each block that shows what idle processes cost (5, 3)")
+    p.add_argument(
+        "--closing", type=int, help="solo batches of each block that shows what idle processes cost (5, 3; 0: none)"
+    )
     p.add_argument("--dedicated-s", type=float, help="seconds of the trainer alone in each round (default 5)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--budget-s", type=float, default=3600.0, help="ends with fewer rounds rather than later")

@@ -161,13 +161,13 @@ class SidecarTrainer:
     ) -> None:
         self.run_id = new_run_id()
         self._lengths, self._work = lengths, work
-        self._run_dir = folder / self.run_id
+        self.run_dir = folder / self.run_id
         self._paths = run_paths(self.run_id)
         more: dict[str, Any] = {"device": device, **({"memory": f"{work.pool // 2**20}MiB"} if device != "cpu" else {})}
         resolved = work.settings(**more, **(settings or {}))
         self._columns = wire_columns(load_task(work.task, work.task_args))
         self._record = RunRecord(
-            run_id=self.run_id, config="", derived_config="", run_dir=str(self._run_dir), ray_namespace=self.run_id,
+            run_id=self.run_id, config="", derived_config="", run_dir=str(self.run_dir), ray_namespace=self.run_id,
             settings=resolved.dump(), device=device, mps="on" if placement else "off",
         )  # fmt: skip
         self._placement, self._daemon_pipe = placement, daemon_pipe
@@ -175,11 +175,11 @@ class SidecarTrainer:
         self._feed: Feed | None = None
         self._process: SidecarProcess | None = None
         self._ready_timeout = resolved.ready_timeout
-        self._pace = PacedFeed(self._run_dir, work.steps, self.steps) if resolved.pace == "on" else None
+        self._pace = PacedFeed(self.run_dir, work.steps, self.steps) if resolved.pace == "on" else None
 
     def start(self) -> None:
         """Start it; as `Trainer.start`."""
-        self._run_dir.mkdir(mode=0o700, parents=True)
+        self.run_dir.mkdir(mode=0o700, parents=True)
         self._record.save(self._paths.run_file)
         lock = try_hold(self._paths.supervisor_lock, "the benchmark")
         if lock is None:
@@ -227,10 +227,10 @@ class SidecarTrainer:
         """Training steps so far."""
         for _ in range(3):
             # A live writer may be faster than a look.
-            doing = read_doing(self._run_dir)
+            doing = read_doing(self.run_dir)
             if doing is not None and doing.subject is not None:
                 return doing.subject.step
-        status = Status.peek(self._run_dir)
+        status = Status.peek(self.run_dir)
         return status.version if status is not None else 0
 
     def pids(self) -> list[int]:
@@ -239,7 +239,7 @@ class SidecarTrainer:
 
     def problem(self) -> str:
         """What was wrong; "" for nothing."""
-        status = Status.peek(self._run_dir)
+        status = Status.peek(self.run_dir)
         wrong = status.error if status is not None else "the sidecar wrote no status"
         return self._running.error or wrong
 
@@ -253,7 +253,7 @@ class SidecarTrainer:
         return self._feed
 
     def _is_idle(self) -> bool:
-        doing = read_doing(self._run_dir)
+        doing = read_doing(self.run_dir)
         waits = doing is not None and doing.stage is Stage.WAITING
         owes = self._pace is not None and self._pace.owes()
         return bool(self._running.error) or (waits and not self._channel.backlog() and not owes)
@@ -285,7 +285,7 @@ class SidecarTrainer:
         # Nothing is lost when the sidecar takes longer than the wait of one send.
         while self._channel.send(rows, request_id=next(self._requests), want_scores=False).rows_dropped:
             if not self._channel.sidecar_alive():
-                raise RunError("the sidecar has ended", f"see {self._run_dir}/sidecar.log")
+                raise RunError("the sidecar has ended", f"see {self.run_dir}/sidecar.log")
 
     def _ask(self, rows: Rows) -> int:
         if self._pace is not None:
@@ -296,7 +296,7 @@ class SidecarTrainer:
                 break
         reply = self._channel.receive_scores(request, _SCORE_TIMEOUT_S)
         if reply is None:
-            raise RunError("no scores came", f"see {self._run_dir}/sidecar.log")
+            raise RunError("no scores came", f"see {self.run_dir}/sidecar.log")
         return int((reply.values != reply.values).sum())
 
 
