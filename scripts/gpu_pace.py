@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """The pace on a GPU, in one visit: rollout kept, trainer share, time per token, and what listening to the engine costs.
 
-    python scripts/gpu_pace.py [--budget-s 1500] [--tasks A,B] [--slowdown 0.03] [--part pace] [--plan]
+    python scripts/gpu_pace.py [--budget-s 1500] [--tasks A,B] [--slowdown 0.03] [--part pace] [--plan] [more flags]
 
 The benchmark (`docs/benchmark.md`) with the arms that matter here, interleaved: no trainer, the same engine as a client
-of MPS, low priority without a pace, low priority with it; at gaps of 0, 10 and 30 %. Then sessions of the solo
-rollout with vLLM's statistics off, on, off, on: they are fixed when an engine starts, so the session is the round.
-Where one command may not last so long, do one --part and one of --tasks at a time.
+of MPS, time slices (whose trainer alone is the dedicated one), low priority without a pace, low priority with it; at
+gaps of 0, 10 and 30 % (`--gap`). More flags are the benchmark's: `--pace-set key=value`, `--trace FILE`, `--overlap`,
+`--pace-variant name:key=value,...`. Engines start once for both tasks and all gaps. Then sessions of the solo rollout
+with vLLM's statistics off, on, off, on: they are fixed when an engine starts, so the session is the round.
+Where one command may not last so long, do one --part at a time.
 Needs vllm and one GPU (the daemon is the benchmark's own). Each part has its share of the budget; what was cut says so.
 Exit status: 0 when every part has a result, 1 not.
 """
@@ -23,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ARMS = "none,none-client,mps-low,mps-pace"
+ARMS = "none,none-client,time-slices,mps-low,mps-pace"
 GAPS = "0,0.1,0.3"
 #: Of the budget, for the sessions about statistics.
 STATISTICS_SHARE = 0.25
@@ -85,13 +87,13 @@ def middle(value: Any) -> float | None:
 
 def verdict(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """What was asked for, and whether the median of the arm with the pace reaches it."""
-    paced = [line for line in lines if line["arm"] == "mps-pace"]
+    paced = [line for line in lines if line["arm"].startswith("mps-pace")]
     told: dict[str, Any] = {}
     for task, (kept, share) in WANTED.items():
         for line in paced:
             if line["task"] != task:
                 continue
-            name = f"{task}, {line['load']}"
+            name = f"{task}, {line['load']}, {line['arm']}"
             told[f"{name}: kept >= {kept}"] = (middle(line["rollout kept"]) or 0) >= kept
             if line["load"] == "gap 30 %":
                 told[f"{name}: trainer >= {share}"] = (middle(line["trainer, of dedicated"]) or 0) >= share
@@ -122,9 +124,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pin-engine", default="")
     parser.add_argument("--pin-trainer", default="")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--gap", default=GAPS, help="silent shares of the cycle")
+    parser.add_argument("--arms", default=ARMS)
     parser.add_argument("--part", choices=("both", "pace", "statistics"), default="both")
     parser.add_argument("--plan", action="store_true", help="print the commands and start nothing")
-    return parser.parse_args()
+    options, options.more = parser.parse_known_args()
+    return options
 
 
 def main() -> int:
@@ -135,7 +140,7 @@ def main() -> int:
         share = {"both": STATISTICS_SHARE, "pace": 0.0, "statistics": 1.0}[options.part]
         main_s = options.budget_s * (1 - share)
         each_s = options.budget_s * share / len(STATISTICS_SESSIONS)
-        paced = command(options, ARMS, options.tasks, GAPS, main_s, folder / "pace")
+        paced = command(options, options.arms, options.tasks, options.gap, main_s, folder / "pace") + options.more
         # A trainer has to be there, and the one on the CPU leaves the GPU alone.
         solo = [
             command(options, "none,sidecar-cpu", "A", "0", each_s, folder / f"statistics-{i}")

@@ -39,6 +39,18 @@ def _names(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def _add_pace(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--slowdown", type=float, default=0.03, help="max_rollout_slowdown of the arm mps-pace")
+    p.add_argument(
+        "--pace-set", action="append", default=[], metavar="KEY=VALUE",
+        help="a setting of the paced arms, or one of pace_tuning (docs/pace.md); may be given again",
+    )  # fmt: skip
+    p.add_argument(
+        "--pace-variant", action="append", default=[], metavar="NAME:KEY=VALUE,...",
+        help="one more paced arm, mps-pace@NAME, with these settings beside --pace-set; may be given again",
+    )  # fmt: skip
+
+
 def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     """All flags; those of sizes have no default here, since it depends on the engine."""
     p = argparse.ArgumentParser(
@@ -72,7 +84,7 @@ def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     p.add_argument("--tiny-width", type=int, help="of the tiny engine (512)")
     p.add_argument("--tiny-layers", type=int, help="of the tiny engine (2)")
     p.add_argument("--engines", type=int, choices=(1, 2), default=1, help="tiny: a second, idle one, to see its cost")
-    p.add_argument("--slowdown", type=float, default=0.03, help="max_rollout_slowdown of the arm mps-pace")
+    _add_pace(p)
     p.add_argument("--operator-cores", type=int, default=1, help="threads of a trainer on the CPU")
     p.add_argument("--pin-engine", type=_cores, default=(), help="cores of the engines, such as 0-3")
     p.add_argument("--pin-trainer", type=_cores, default=(), help="cores of the trainers, such as 4-7")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.bench import figures
-from mps_trainer.bench.arms import Here, choose
+from mps_trainer.bench.arms import Here, choose, variants
 from mps_trainer.bench.load import Load, Shape, long_tailed, read_trace
 from mps_trainer.bench.options import complete
 from mps_trainer.bench.plan import SessionPlan, describe, make_plan
@@ -75,7 +75,8 @@ def prepare(options: Namespace, around: Surroundings | None = None, here: Here |
         raise PlacementError("--engine vllm needs vLLM and a GPU", "install vllm, or use --engine tiny")
     complete(options, vllm=options.engine == "vllm" or (options.engine == "auto" and here.vllm and bool(gpus)))
     tiny = options.engine == "tiny"
-    arms, left_out = choose(options.arms, here, tiny=tiny)
+    paced = variants(options.pace_variant, options.pace_set)
+    arms, left_out = choose(options.arms, here, tiny=tiny, paced=paced)
     facts = None if tiny else (gpus[0].total, gpus[0].used)
     if not tiny and gpus[0].processes:
         raise PlacementError(

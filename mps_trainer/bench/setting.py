@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import mps_trainer
-from mps_trainer.bench.arms import PACE, Arm
+from mps_trainer.bench.arms import Arm
 from mps_trainer.bench.engine import EngineProcess
 from mps_trainer.bench.hosted import InOperator, RestService
 from mps_trainer.bench.plan import SessionPlan
@@ -66,11 +66,7 @@ class Setting:
             # Its one visible GPU is CUDA's first.
             hosted_on = "cpu" if device == "cpu" else "cuda:0"
             return kind(work, self._folder, lengths, device=hosted_on, threads=threads, env=env)
-        settings: dict[str, Any] = {"cpu_threads": self._options.operator_cores}
-        # Beside an engine a pace is the default, and only one arm shall have it.
-        settings["pace"] = "on" if arm.paced else "off"
-        if arm.paced:
-            settings[PACE] = self._options.slowdown
+        settings = {"cpu_threads": self._options.operator_cores, **arm.settings(self._options.slowdown)}
         trainer = SidecarTrainer(
             work, self._folder, lengths, device=device, settings=settings, placement=self.placement(arm, work),
             daemon_pipe=self._mps.pipe_dir if self._mps is not None else None,

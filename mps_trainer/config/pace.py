@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
+from mps_trainer.config.section import Section
+
 MIN_STEPS_PER_BATCH = 1
 
 PACE: Any = Field(
@@ -21,6 +23,26 @@ MIN_STEPS: Any = Field(
     ge=0,
     description="pace: at least so many training steps for each batch, whatever they cost the rollout",
 )
+
+
+class PaceTuning(Section):
+    """The constants of the controller, in the open for experiments; `docs/pace.md` says what each does."""
+
+    margin: float = Field(0.9, gt=0, le=1, description="of max_rollout_slowdown so much is spent")
+    presumed: float = Field(0.25, gt=0, description="slowdown while training, presumed until it is measured")
+    fixed: float | None = Field(
+        None, gt=0, description="slowdown while training, taken for granted instead of measured: a fixed share of time"
+    )
+    window_iterations: int = Field(10, ge=1, description="length of a window, in iterations of the engine")
+    shortest_window: float = Field(0.06, gt=0, description="seconds of the shortest window")
+    longest_window: float = Field(0.5, gt=0, description="seconds of the longest window, unless two steps take longer")
+    debt: float = Field(10.0, ge=0, description="seconds of the rollout that a debt is held against training for")
+    probe_every: float = Field(20.0, ge=1, description="windows without a stop before one that only compares")
+    silent: float = Field(1.0, gt=0, description="seconds after which an engine that says nothing counts as idle")
+    owed_batches: int = Field(8, ge=1, description="batches whose steps may wait; older steps are skipped")
+
+
+TUNING: Any = Field(PaceTuning(), description="constants of the pace, for experiments (docs/pace.md)")
 
 
 class _Paced(Protocol):

@@ -13,12 +13,13 @@ import pytest
 from bench_helpers import EVERYTHING, GIB, gpu, mocked_surroundings
 
 from mps_trainer.bench import options as flags
-from mps_trainer.bench.arms import ARMS, BY_NAME, PACE, Here, choose
+from mps_trainer.bench.arms import ARMS, BY_NAME, PACE, Here, choose, find_arm
 from mps_trainer.bench.run import Benchmark, prepare
 from mps_trainer.bench.setting import Setting
 from mps_trainer.bench.trainers import SidecarTrainer
 from mps_trainer.bench.vllm_engine import kv_bytes, needed_bytes
 from mps_trainer.bench.work import Work
+from mps_trainer.config import load_settings
 from mps_trainer.errors import ConfigError, PlacementError
 from mps_trainer.launcher.memory_plan import CONTEXT, SLACK
 from mps_trainer.mps.checks import read_surroundings
@@ -203,6 +204,23 @@ def test_a_version_without_a_pace_says_so() -> None:
 def test_one_gpu_has_no_second_one() -> None:
     _, left_out = choose(None, dataclasses.replace(EVERYTHING, gpus=1), tiny=False)
     assert left_out == {"own-gpu": "it needs a second GPU"}
+
+
+def test_the_pace_is_tuned_by_flags_and_variants_are_arms_beside_it(tmp_path: Path) -> None:
+    argv = ("--pace-set", "min_steps_per_batch=0", "--pace-variant", "gentle:margin=0.7,max_rollout_slowdown=0.02")
+    benchmark = planned("--arms", "mps-low,mps-pace", *argv)
+    [plan] = benchmark.plans
+    assert [arm.name for arm in plan.arms] == ["none", "mps-low", "mps-pace", "mps-pace@gentle"]
+    setting = Setting(plan, benchmark.options, tmp_path, benchmark.gpus)
+    trainers = {arm.name: setting.trainer(arm, plan.works[0]) for arm in plan.trainers}
+    found = {name: load_settings(trainer._record.settings) for name, trainer in trainers.items()}  # type: ignore[attr-defined]
+    assert [found[name].pace for name in found] == ["off", "on", "on"]
+    plain, gentle = found["mps-pace"], found["mps-pace@gentle"]
+    assert (plain.max_rollout_slowdown, plain.min_steps_per_batch, plain.pace_tuning.margin) == (0.03, 0, 0.9)
+    assert (gentle.max_rollout_slowdown, gentle.min_steps_per_batch, gentle.pace_tuning.margin) == (0.02, 0, 0.7)
+    assert find_arm("mps-pace@gentle") is BY_NAME["mps-pace"]
+    with pytest.raises(ConfigError, match="no setting of the pace 'margn=1'"):
+        planned("--pace-set", "margn=1")
 
 
 def test_arms_that_cannot_be_are_refused() -> None:

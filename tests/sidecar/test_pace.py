@@ -15,7 +15,7 @@ from sidecar_waits import wait_until
 from test_schedule import COLUMNS, TASK, batch, name
 
 from mps_trainer.config import Settings, load_settings
-from mps_trainer.config.pace import is_paced
+from mps_trainer.config.pace import PaceTuning, is_paced
 from mps_trainer.errors import ConfigError
 from mps_trainer.run import Status
 from mps_trainer.run.engine_load import EngineLoad, LoadFile
@@ -138,6 +138,12 @@ def test_without_any_signal_the_controller_presumes_a_busy_engine() -> None:
             now += controller.rest_s()
     assert 0.05 < trained / now < 0.2
     assert controller.may_step(now + 0.01, None, busy=False), "NVML sees an idle GPU"
+
+
+def test_a_slowdown_that_is_given_is_not_measured() -> None:
+    simulation = Simulation(SHORT, B, 1)
+    found = simulation.run(2, 0.0, Controller(0.03, PaceTuning(fixed=0.9)))
+    assert found["share"] < 0.06, "0.027 / 0.9 of the time"
 
 
 class FakeSource:

@@ -17,19 +17,10 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from mps_trainer.config.pace import PaceTuning
 from mps_trainer.run.engine_load import EngineLoad
-from mps_trainer.sidecar.pace.slowdown import PRIOR, Slowdown
+from mps_trainer.sidecar.pace.slowdown import Slowdown
 
-#: Of the allowed slowdown this much is spent; the rest is for what is measured late.
-_MARGIN = 0.9
-#: The shortest window, in iterations of the engine and in seconds; the longest that an account may be in debt.
-_ITERATIONS = 10
-_SHORTEST_S, _LONGEST_S = 0.06, 0.5
-_DEBT_S = 10.0
-#: Off so often where training never has to stop, in windows.
-_PROBE_EVERY = 20
-#: An engine with requests that is silent for so long makes no token that we could delay.
-SILENT_S = 1.0
 #: Not asked for so long: what was measured before does not go on.
 _LOOKED_AWAY_S = 0.25
 #: A step that needs a longer rest than this before it is taken is too large.
@@ -57,11 +48,14 @@ class Controller:
 
     Args:
         max_slowdown: share by which the rollout may be slower.
+        tuning: of it, `margin` is spent; the rest is for what is measured late.
     """
 
-    def __init__(self, max_slowdown: float) -> None:
-        self.slowdown = Slowdown()
-        self._earn = _MARGIN * max_slowdown
+    def __init__(self, max_slowdown: float, tuning: PaceTuning | None = None) -> None:
+        self._tuning = tuning = tuning or PaceTuning()
+        self._presumed = tuning.presumed if tuning.fixed is None else tuning.fixed
+        self.slowdown = Slowdown(self._presumed)
+        self._earn = tuning.margin * max_slowdown
         self._max_slowdown = max_slowdown
         self._account = 0.0
         self._on = False
@@ -72,7 +66,7 @@ class Controller:
         self._last: EngineLoad | None = None
         self._steps: deque[float] = deque(maxlen=31)
         self._busy_s = self._trained_s = 0.0
-        self._cost = PRIOR
+        self._cost = self._presumed
 
     def may_step(self, now: float, load: EngineLoad | None, *, busy: bool | None = None) -> bool:
         """Whether to take a step now.
@@ -94,10 +88,11 @@ class Controller:
             self._stop(now, load)
             passed = min(passed, _LOOKED_AWAY_S)
         self._busy_s += passed
-        self._cost = self.slowdown.of(load.running) if load is not None else PRIOR
+        measures = load is not None and self._tuning.fixed is None
+        self._cost = self.slowdown.of(load.running) if load is not None and measures else self._presumed
         price = self._window_s * self._cost
         # Bounded both ways: what a floor has cost is not held against the trainer for ever.
-        deepest = -(_DEBT_S * self._earn + 2 * price)
+        deepest = -(self._tuning.debt * self._earn + 2 * price)
         self._account = max(deepest, min(self._account + passed * self._earn, 2 * price))
         if load is not None:
             self._look(load)
@@ -141,12 +136,13 @@ class Controller:
     @property
     def _window_s(self) -> float:
         iteration = median(self._iterations) if self._iterations else 0.01
-        return max(_SHORTEST_S, min(_LONGEST_S, _ITERATIONS * iteration), 2 * (self.step_s or 0.0))
+        wanted = min(self._tuning.longest_window, self._tuning.window_iterations * iteration)
+        return max(self._tuning.shortest_window, wanted, 2 * (self.step_s or 0.0))
 
     def _is_busy(self, now: float, load: EngineLoad | None, busy: bool | None) -> bool:
         if load is None:
             return busy is not False
-        return bool(load.running + load.waiting) and now - load.at <= SILENT_S
+        return bool(load.running + load.waiting) and now - load.at <= self._tuning.silent
 
     def _look(self, load: EngineLoad) -> None:
         last, self._last = self._last, load
@@ -157,7 +153,7 @@ class Controller:
     def _switch(self, now: float, load: EngineLoad | None, price: float) -> None:
         lasted = now - self._since
         if self._on:
-            probe = load is not None and lasted >= _PROBE_EVERY * self._window_s
+            probe = load is not None and lasted >= self._tuning.probe_every * self._window_s
             wanted = not (self._account <= 0 or probe)
         else:
             # A window off is measured too, and has to be as long.

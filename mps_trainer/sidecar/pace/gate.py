@@ -1,7 +1,7 @@
 """Between the steps of the sidecar and the controller: what is owed, the floor, and what is said of it.
 
 A step that is refused stays owed and the loop goes on with records, scores, metrics and checkpoints; its loss is
-told with the next batch. What is owed grows to the steps of `_OWED_BATCHES` batches; the oldest beyond are skipped and
+told with the next batch. What is owed grows to the steps of `owed_batches`; the oldest beyond are skipped and
 counted.
 
 The floor of a batch is taken in the gap or wherever else the pace allows it; what is left of it when the next batch
@@ -22,7 +22,6 @@ from mps_trainer.sidecar.pace.controller import Controller
 from mps_trainer.sidecar.pace.source import Sight, Source, now
 
 _log = logging.getLogger(__name__)
-_OWED_BATCHES = 8
 #: Of the last so many batches, so many that got their floor by force are a contradiction.
 _BATCHES, _TOO_MANY = 5, 3
 #: Steps before anything is said of how long one takes.
@@ -85,7 +84,7 @@ class Gate:
 
     def __init__(self, source: Source, settings: Settings, learner: Learner) -> None:
         self._source, self._settings, self._learner = source, settings, learner
-        self._controller = Controller(settings.max_rollout_slowdown)
+        self._controller = Controller(settings.max_rollout_slowdown, settings.pace_tuning)
         self._batches = learner.counters.batches
         self._due_before = learner.steps_due
         self._most_per_batch = 1
@@ -160,7 +159,7 @@ class Gate:
             if self._sight.source == "arrivals":
                 # A batch that has just come is the one sign of a gap that there is.
                 self._urgent, self._floor = self._urgent + floor, 0
-        too_many = learner.steps_due - _OWED_BATCHES * self._most_per_batch
+        too_many = learner.steps_due - self._settings.pace_tuning.owed_batches * self._most_per_batch
         if too_many > 0:
             learner.skip(too_many)
         self._due_before = learner.steps_due
@@ -194,4 +193,4 @@ def pace_for(record: RunRecord, settings: Settings, learner: Learner) -> Pace:
     """As the settings ask for."""
     if not is_paced(settings.pace, record.mps):
         return NoPace()
-    return Gate(Source(record), settings, learner)
+    return Gate(Source(record, settings.pace_tuning.silent), settings, learner)

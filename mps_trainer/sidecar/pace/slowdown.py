@@ -18,10 +18,11 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from mps_trainer.config.pace import PaceTuning
 from mps_trainer.run.engine_load import EngineLoad
 
 #: Taken for the slowdown until it has been measured: more than anything seen on an H200, so that we begin gently.
-PRIOR = 0.25
+PRIOR = PaceTuning().presumed
 _KEPT = 15
 _ENOUGH = 4
 #: Of a window that counts: whole iterations, and the share of it in which the sidecar trained, or did not.
@@ -44,7 +45,8 @@ class _Window:
 class Slowdown:
     """Estimates by zone; a zone is the power of two of the running requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, presumed: float = PRIOR) -> None:
+        self._presumed = presumed
         self._ratios: dict[int, deque[float]] = {}
         self._all: deque[float] = deque(maxlen=3 * _KEPT)
         self._told: dict[int, float] = {}
@@ -88,7 +90,7 @@ class Slowdown:
         self._before = self._begin = self._change = None
 
     def of(self, running: int) -> float:
-        """Share by which iterations take longer while the sidecar trains; `PRIOR` before anything is known."""
+        """Share by which iterations take longer while the sidecar trains; what is presumed before anything is known."""
         zone = _zone(running)
         found = self._estimate(zone)
         told = self._told.get(zone)
@@ -110,7 +112,7 @@ class Slowdown:
             if len(self._ratios.get(larger, ())) >= _ENOUGH:
                 return max(_LOWEST, median(self._ratios[larger]) - 1)
         measured = self.measured
-        return PRIOR if measured is None else max(_LOWEST, measured)
+        return self._presumed if measured is None else max(_LOWEST, measured)
 
     def _measure(self, begin: EngineLoad, end: EngineLoad) -> _Window | None:
         iterations, seconds = end.iterations - begin.iterations, end.at - begin.at

@@ -14,7 +14,6 @@ from mps_trainer.mps.placement import GpuPlacement
 from mps_trainer.mps.utilization import read_utilization
 from mps_trainer.run import RunRecord
 from mps_trainer.run.engine_load import EngineLoad, LoadReader
-from mps_trainer.sidecar.pace.controller import SILENT_S
 
 _log = logging.getLogger(__name__)
 _FIND_S = 2.0
@@ -45,9 +44,14 @@ class Sight:
 
 
 class Source:
-    """Looks at the files of engines and of the supervisor."""
+    """Looks at the files of engines and of the supervisor.
 
-    def __init__(self, record: RunRecord) -> None:
+    Args:
+        silent_s: an engine that says nothing for so long counts as idle.
+    """
+
+    def __init__(self, record: RunRecord, silent_s: float = 1.0) -> None:
+        self._silent_s = silent_s
         self._folder = mps_folder(record.run_id)
         self._reader = LoadReader(Path(record.run_dir), _gpu_of(record))
         self._found_at = self._nvml_at = -_FIND_S
@@ -67,7 +71,7 @@ class Source:
             self._found_at = now
             self._reader.find()
             self._heard = self._heard or self._reader.knows_any
-        load = self._reader.read(SILENT_S, _LOST_S)
+        load = self._reader.read(self._silent_s, _LOST_S)
         if load is not None:
             return Sight("engine", load)
         if now - self._nvml_at >= _NVML_LOOKS_BACK_S / 4:
