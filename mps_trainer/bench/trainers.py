@@ -13,6 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,15 +82,15 @@ class Feed(threading.Thread):
     Args:
         send: takes a record; it blocks while the trainer has enough to do.
         ask: the same and waits for scores; the number of those that are not finite.
+        hold: called before each.
     """
 
-    def __init__(self, records: Iterator[Rows], send: Any, ask: Any) -> None:
+    def __init__(self, records: Iterator[Rows], send: Any, ask: Any, hold: Any = lambda: None) -> None:
         super().__init__(daemon=True, name="feed")
         self.going, self.idle = threading.Event(), threading.Event()
         self.score_ms: list[float] = []
-        self.error = ""
-        self.sent = 0
-        self._records, self._send, self._ask = records, send, ask
+        self.error, self.sent = "", 0
+        self._records, self._send, self._ask, self._hold = records, send, ask, hold
         self._ended = False
         self.idle.set()
 
@@ -127,6 +128,7 @@ class Feed(threading.Thread):
         self.join(_SCORE_TIMEOUT_S)
 
     def _give(self, rows: Rows, *, with_scores: bool) -> None:
+        self._hold()
         if not with_scores:
             self._send(rows)
         else:
@@ -199,7 +201,9 @@ class SidecarTrainer:
         self._channel = channel
         records = made_up(self._columns, self._work.rows, self._lengths, self.run_id)
         self._requests = itertools.count(1)
-        self._feed = Feed(records, self._send, self._ask)
+        # Held back before a score is asked for, so that its latency is the sidecar's.
+        hold = partial(self._pace.wait, channel.sidecar_alive) if self._pace is not None else lambda: None
+        self._feed = Feed(records, self._send, self._ask, hold)
         self._stack.callback(self._feed.close)
         self._feed.start()
 
@@ -280,16 +284,12 @@ class SidecarTrainer:
             raise RunError(f"the sidecar did not get ready: {why}", f"see {process.log}")
 
     def _send(self, rows: Rows) -> None:
-        if self._pace is not None:
-            self._pace.wait(self._channel.sidecar_alive)
         # Nothing is lost when the sidecar takes longer than the wait of one send.
         while self._channel.send(rows, request_id=next(self._requests), want_scores=False).rows_dropped:
             if not self._channel.sidecar_alive():
                 raise RunError("the sidecar has ended", f"see {self.run_dir}/sidecar.log")
 
     def _ask(self, rows: Rows) -> int:
-        if self._pace is not None:
-            self._pace.wait(self._channel.sidecar_alive)
         while True:
             request = next(self._requests)
             if not self._channel.send(rows, request_id=request, want_scores=True).rows_dropped:

@@ -228,7 +228,7 @@ class Sidecar:
     def _train_due(self, stop: Callable[[], bool]) -> None:
         """The steps that are due until `stop` or the pace yields; then the batch's metrics and perhaps a checkpoint."""
         before = self._trainer.step
-        if not self._steps.take_due(stop) and (stop() or not self._pace.defers):
+        if not self._steps.take_due(stop, self._hub.any_ready) and (stop() or not self._pace.defers):
             return
         if not self._learner.batch_is_in and self._trainer.step == before:
             return

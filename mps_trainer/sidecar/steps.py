@@ -33,8 +33,12 @@ class Steps:
         self._before = before
         self._pace = pace or NoPace()
 
-    def take_due(self, stop: Callable[[], bool]) -> bool:
-        """The steps that are due, until `stop` or as far as the pace allows; whether none is left."""
+    def take_due(self, stop: Callable[[], bool], record_waits: Callable[[], bool] = lambda: False) -> bool:
+        """The steps that are due, until `stop` or as far as the pace allows; whether none is left.
+
+        Args:
+            record_waits: with a pace, where many steps may be owed, a record that comes waits for one at most.
+        """
         while self._learner.steps_due:
             if stop():
                 return False
@@ -43,6 +47,8 @@ class Steps:
                 if not self._pace.may_step():
                     return False
                 self._take()
+                if self._pace.defers and self._pace.has_room and record_waits():
+                    return not self._learner.steps_due
         return True
 
     def take_another(self) -> None:

@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from mps_trainer.sidecar.pace.gate import Gate
 from mps_trainer.sidecar.pace.slowdown import PRIOR, Slowdown
 from mps_trainer.sidecar.pace.source import Sight
 from mps_trainer.sidecar.replay import ReplayBuffer
+from mps_trainer.sidecar.steps import Steps
 from mps_trainer.sidecar.trainer import make_trainer
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
@@ -250,6 +252,23 @@ def test_the_end_of_a_run_takes_what_is_owed(clock: list[float]) -> None:
     assert drive(pace, learner, clock, 0.5) == 0
     pace.stop()
     assert drive(pace, learner, clock, 0.5) == 4
+
+
+def test_a_record_waits_for_one_step_and_not_for_all_that_is_owed(clock: list[float]) -> None:
+    pace, learner, _ = gate_of(IDLE)
+    aside, report = SimpleNamespace(before_step=lambda _: None), SimpleNamespace(stepped=lambda *_: None)
+    steps = Steps(learner, aside, report, pace=pace)  # type: ignore[arg-type]
+    learner.take(name(0), batch(20))
+    assert not steps.take_due(lambda: False, lambda: True)
+    assert learner.steps_due == 3
+    for number in range(1, 9):
+        learner.take(name(number), batch(20, 20 * number))
+        pace.may_step()
+    assert learner.steps_due == 8 * 4
+    assert not steps.take_due(lambda: False, lambda: True)
+    assert learner.steps_due == 7 * 4, "with no room for one more batch, steps that would be skipped come first"
+    pace.stop()
+    assert steps.take_due(lambda: False, lambda: True), "at the end of the run all are taken"
 
 
 def test_arrivals_alone_give_the_floor_at_once(clock: list[float]) -> None:

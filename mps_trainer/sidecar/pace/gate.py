@@ -35,6 +35,10 @@ class Pace(Protocol):
     def defers(self) -> bool:
         """Whether steps that are due may wait for the pace, and then records overtake them."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the steps of one more batch may be owed."""
+
     def may_step(self) -> bool:
         """Whether the next step may be taken now."""
 
@@ -55,6 +59,7 @@ class NoPace:
     """Every step at once, in the order that a run always has."""
 
     defers = False
+    has_room = False
 
     def may_step(self) -> bool:
         """Yes."""
@@ -100,6 +105,11 @@ class Gate:
     def defers(self) -> bool:
         """Until the end of the run."""
         return not self._stopped
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a batch more would lead to no skipping."""
+        return self._learner.steps_due <= (self._settings.pace_tuning.owed_batches - 1) * self._most_per_batch
 
     def may_step(self) -> bool:
         """Whether the next step may be taken now; skips what is owed beyond the backlog."""
