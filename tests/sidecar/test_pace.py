@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,8 +291,51 @@ def test_a_floor_above_what_falls_due_is_refused() -> None:
     assert Settings(steps_per_batch=0).min_steps_per_batch == 1
 
 
+#: No step beside a busy engine; one that a loaded machine keeps from speaking for a while is not idle.
+STARVED = {
+    "pace": "on", "max_rollout_slowdown": 1e-6, "min_steps_per_batch": 0, "batch_size": 32, "steps_per_batch": 4,
+    "pace_tuning": {"silent": 60},
+}  # fmt: skip
+
+
+def test_real_successor_scores_though_steps_of_the_journal_wait_for_the_pace(make_run: Any) -> None:
+    run = make_run(**STARVED)
+    engine, idle = LoadFile(run.run_dir, 0, ()), threading.Event()
+
+    def generate() -> None:
+        while not idle.wait(0.02):
+            engine.write(running=200, waiting=0, tokens=200, prefill=0)
+        engine.write(running=0, waiting=0, tokens=0, prefill=0)
+
+    generating = threading.Thread(target=generate)
+    generating.start()
+    try:
+        child, _ = run.start()
+        rng = np.random.default_rng(0)
+        with run.channel() as channel:
+            run.wait_for_attach(channel)
+            for number in range(3):
+                channel.send(token_rows(rng, 64, 64 * number), request_id=number, want_scores=False)
+            wait_until(lambda: run.status().steps_owed == 12)
+            child.kill()
+            child.wait(10)
+            child, _ = run.start()
+            channel.send(token_rows(rng, 8, 900), request_id=3, want_scores=True)
+            scores = channel.receive_scores(3, timeout_s=20)
+            assert scores is not None
+            assert scores.model_version == 0
+            idle.set()
+            wait_until(lambda: run.status().version == 16 and run.status().steps_owed == 0)
+    finally:
+        idle.set()
+        generating.join()
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(20) == OK
+    engine.close()
+
+
 def test_real_sidecar_yields_to_a_busy_engine_scores_meanwhile_and_trains_when_it_is_idle(make_run: Any) -> None:
-    run = make_run(pace="on", max_rollout_slowdown=1e-6, min_steps_per_batch=0, batch_size=32, steps_per_batch=4)
+    run = make_run(**STARVED)
     engine = LoadFile(run.run_dir, 0, ())
     child, _ = run.start()
     with run.channel() as channel:
