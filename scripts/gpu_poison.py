@@ -56,7 +56,7 @@ data_processor:
     operators:
       - name: mps_trainer.operator.AuxTrainer
         args: {{task: "gpu_poison:Poisoned", device: "{device}", mps: "{mps}", memory: {memory}, batch_size: 64,
-               min_experiences: 1, steps_per_batch: 4, hang_timeout: {hang_s}s, ready_timeout: 60s}}
+               min_experiences: 1, steps_per_batch: 4, pace: off, hang_timeout: {hang_s}s, ready_timeout: 60s}}
 """
 
 

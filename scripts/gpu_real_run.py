@@ -56,7 +56,7 @@ data_processor:
           idle_timeout: 60s
 """
 # Where the version has them: no trial of the task before READY, which is no matter of these scripts; a soon watchdog.
-OPTIONAL = {"probation": "off", "hang_timeout": "10s"}
+OPTIONAL = {"probation": "off", "hang_timeout": "10s", "pace": "off"}
 
 
 def prepare_environment(work: Path) -> Path:

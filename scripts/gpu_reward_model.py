@@ -60,6 +60,7 @@ data_processor:
           steps_per_batch: 1
           checkpoint_every: 100000
           probation: off
+          pace: off
           hang_timeout: 120s
           ready_timeout: 240s
           idle_timeout: 60s

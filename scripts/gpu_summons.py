@@ -61,7 +61,7 @@ import json, time
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.summons import EngineSession
 from mps_trainer.vllm_plugin import plugin
-run_id, request = plugin._find_run(), plugin._request()
+run_id, request = plugin.find_run(), plugin._request()
 begin = time.monotonic()
 session = EngineSession(mps_folder(run_id).summons_socket, request, 60.0)
 answer = {"seconds": time.monotonic() - begin, "join": session.answer.join, "reason": session.answer.reason}

@@ -57,7 +57,7 @@ data_processor:
   experience_pipeline:
     operators:
       - name: mps_trainer.operator.AuxTrainer
-        args: {{task: preference_classifier, device: "cuda:1", mps: on, memory: 4GiB, steps_per_batch: 100}}
+        args: {{task: preference_classifier, device: "cuda:1", mps: on, memory: 4GiB, pace: off, steps_per_batch: 100}}
 """
 
 

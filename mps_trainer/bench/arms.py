@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from mps_trainer.config import Settings
+from mps_trainer.config.pace import PaceTuning
 from mps_trainer.errors import ConfigError
 
 PACE = "max_rollout_slowdown"
@@ -22,6 +26,7 @@ class Arm:
         priority: of the sidecar as an MPS client: 0 as everybody, 1 lower.
         paced: with `max_rollout_slowdown`.
         engine: which of the engines generates: "plain" or "client" (of MPS).
+        more: settings of the sidecar; those of `pace_tuning` by their own names.
     """
 
     name: str
@@ -31,6 +36,16 @@ class Arm:
     mps: bool = False
     priority: int = 1
     paced: bool = False
+    more: tuple[tuple[str, Any], ...] = ()
+
+    def settings(self, slowdown: float) -> dict[str, Any]:
+        """Those of a sidecar that are the arm's own."""
+        # Beside an engine a pace is the default, and only some arms shall have it.
+        if not self.paced:
+            return {"pace": "off"}
+        own = {name: value for name, value in self.more if name not in PaceTuning.model_fields}
+        tuning = {name: value for name, value in self.more if name in PaceTuning.model_fields}
+        return {"pace": "on", PACE: slowdown, **own, "pace_tuning": tuning}
 
     @property
     def engine(self) -> str:
@@ -52,6 +67,34 @@ ARMS = (
     Arm("mps-pace", f"MPS, low priority and our pace ({PACE})", "sidecar", "gpu", True, paced=True),
 )
 BY_NAME = {arm.name: arm for arm in ARMS}
+
+
+def find_arm(name: str) -> Arm:
+    """The arm of a name in a result; a variant is of the kind that it varies."""
+    return BY_NAME[name.partition("@")[0]]
+
+
+def variants(texts: Sequence[str], common: Sequence[str]) -> list[Arm]:
+    """The paced arms: with the settings of `common` ("key=value"), and each NAME:key=value,... of `texts` beside it."""
+    paced = BY_NAME["mps-pace"]
+    shared = tuple(map(_setting, common))
+    found = [replace(paced, more=shared)]
+    for text in texts:
+        name, _, pairs = text.partition(":")
+        more = shared + tuple(_setting(pair) for pair in pairs.split(",") if pair)
+        found.append(replace(paced, name=f"{paced.name}@{name}", what=f"{paced.what}; {pairs}", more=more))
+    return found
+
+
+def _setting(pair: str) -> tuple[str, Any]:
+    name, equals, value = pair.strip().partition("=")
+    if not equals or name not in {*Settings.model_fields, *PaceTuning.model_fields}:
+        known = ", ".join(["max_rollout_slowdown", "min_steps_per_batch", *PaceTuning.model_fields])
+        raise ConfigError(f"there is no setting of the pace {pair!r}", f"write key=value; keys are {known}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 @dataclass(frozen=True)
@@ -93,15 +136,22 @@ def why_not(arm: Arm, here: Here, *, tiny: bool) -> str:
     return ""
 
 
-def choose(names: list[str] | None, here: Here, *, tiny: bool) -> tuple[list[Arm], dict[str, str]]:
+def choose(
+    names: list[str] | None, here: Here, *, tiny: bool, paced: Sequence[Arm] = ()
+) -> tuple[list[Arm], dict[str, str]]:
     """The arms that run, in the order of the table, and those left out with the reason.
 
     The solo rollout is always among them. ConfigError: an unknown name, or nothing to compare.
+
+    Args:
+        paced: instead of the one paced arm.
     """
     unknown = [name for name in names or () if name not in BY_NAME]
     if unknown:
         raise ConfigError(f"there is no arm {unknown[0]!r}", f"the arms are {', '.join(BY_NAME)}")
     wanted = [arm for arm in ARMS if names is None or arm.name in names or arm.name == "none"]
+    if paced:
+        wanted = [one for arm in wanted for one in (paced if arm.paced else (arm,))]
     left_out = {arm.name: reason for arm in wanted if (reason := why_not(arm, here, tiny=tiny))}
     chosen = [arm for arm in wanted if arm.name not in left_out]
     if not any(arm.trainer for arm in chosen):

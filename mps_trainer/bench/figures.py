@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from mps_trainer.bench.arms import BY_NAME
+from mps_trainer.bench.arms import find_arm
 
 Raw = Mapping[str, Any]
 Spread = dict[str, float]
@@ -55,7 +55,7 @@ def figures(session: Raw, *, batch_size: int, engines_here: int) -> list[dict[st
     rows = []
     for load, name in dict.fromkeys((w["load"], w["arm"]) for w in session["windows"]):
         mine = [w for w in session["windows"] if (w["load"], w["arm"]) == (load, name)]
-        left = (engines_here - 1) / engines_here if BY_NAME[name].place == "own" and engines_here > 1 else 1.0
+        left = (engines_here - 1) / engines_here if find_arm(name).place == "own" and engines_here > 1 else 1.0
         rows.append(_row(name, load, mine, solo, alone, batch_size, left))
     return rows
 
@@ -71,7 +71,7 @@ def _row(
 ) -> dict[str, Any]:
     kept = [engines_left * rollout_s(solo[load, w["round"]]) / rollout_s(w) for w in mine]
     rate = [w["steps"] / w["seconds"] for w in mine]
-    has_trainer = bool(BY_NAME[name].trainer)
+    has_trainer = bool(find_arm(name).trainer)
     scores = [ms for w in mine for ms in w.get("score_ms", ())]
     loss = 1 - median(kept)
     per_second = median(rate) * batch_size
@@ -116,7 +116,7 @@ def outputs(mine: Sequence[Raw], solo: Mapping[tuple[str, int], Raw]) -> dict[st
                 found["differ"] += int(batch["digest"] != reference["digest"])
         if window.get("problem"):
             found["problems"].append(window["problem"])
-    if BY_NAME[mine[0]["arm"]].trainer and not any(window["steps"] for window in mine):
+    if find_arm(mine[0]["arm"]).trainer and not any(window["steps"] for window in mine):
         found["problems"].append("no training step in any round")
     found["right"] = not (found["differ"] or found["not_finite"] or found["wrong_length"] or found["problems"])
     return found

@@ -39,6 +39,18 @@ def _names(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def _add_pace(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--slowdown", type=float, default=0.03, help="max_rollout_slowdown of the arm mps-pace")
+    p.add_argument(
+        "--pace-set", action="append", default=[], metavar="KEY=VALUE",
+        help="a setting of the paced arms, or one of pace_tuning (docs/pace.md); may be given again",
+    )  # fmt: skip
+    p.add_argument(
+        "--pace-variant", action="append", default=[], metavar="NAME:KEY=VALUE,...",
+        help="one more paced arm, mps-pace@NAME, with these settings beside --pace-set; may be given again",
+    )  # fmt: skip
+
+
 def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     """All flags; those of sizes have no default here, since it depends on the engine."""
     p = argparse.ArgumentParser(
@@ -48,7 +60,9 @@ def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     p.add_argument("--tiny", action="store_true", help="the smallest CPU run there is, to see that the script works")
     p.add_argument("--gpu", type=int, default=0, help="NVML's index of the engines' GPU")
     p.add_argument("--arms", type=_names, help=f"some of {', '.join(BY_NAME)}; all that can run by default")
-    p.add_argument("--tasks", type=_names, help=f"some of {', '.join(WORKS)} (default A), one session each")
+    p.add_argument("--tasks", type=_names, help=f"some of {', '.join(WORKS)} (default A)")
+    p.add_argument("--separate", action="store_true", help="a session, with its own engines, for each of --tasks")
+    p.add_argument("--overlap", action="store_true", help="start engines while trainers still start: sooner ready")
     p.add_argument("--task-args", type=json.loads, default={}, help='JSON by task: {"B": {"layers": 2, "width": 128}}')
     p.add_argument(
         "--train-steps", type=int, help="for each record that reaches the trainer (A: 64 on a GPU, 16 on a CPU)"
@@ -70,12 +84,14 @@ def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     p.add_argument("--tiny-width", type=int, help="of the tiny engine (512)")
     p.add_argument("--tiny-layers", type=int, help="of the tiny engine (2)")
     p.add_argument("--engines", type=int, choices=(1, 2), default=1, help="tiny: a second, idle one, to see its cost")
-    p.add_argument("--slowdown", type=float, default=0.03, help="max_rollout_slowdown of the arm mps-pace")
+    _add_pace(p)
     p.add_argument("--operator-cores", type=int, default=1, help="threads of a trainer on the CPU")
     p.add_argument("--pin-engine", type=_cores, default=(), help="cores of the engines, such as 0-3")
     p.add_argument("--pin-trainer", type=_cores, default=(), help="cores of the trainers, such as 4-7")
     p.add_argument("--warmup", type=int, help="batches before the first round (default 2)")
-    p.add_argument("--closing", type=int, help="solo batches of each block that shows what idle processes cost (5, 3)")
+    p.add_argument(
+        "--closing", type=int, help="solo batches of each block that shows what idle processes cost (5, 3; 0: none)"
+    )
     p.add_argument("--dedicated-s", type=float, help="seconds of the trainer alone in each round (default 5)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--budget-s", type=float, default=3600.0, help="ends with fewer rounds rather than later")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mps_trainer.bench.arms import BY_NAME
+from mps_trainer.bench.arms import find_arm
 
 Row = Mapping[str, Any]
 _HEAD = (
@@ -41,7 +41,7 @@ def page(results: Mapping[str, Any], picture: str = "") -> str:
         lines += [f"| {name} | {why} |" for name, why in results["left_out"].items()] + [""]
     lines += ["## The arms", "", "| arm | what it is |", "|---|---|"]
     ran = dict.fromkeys(row["arm"] for session in results["sessions"] for row in session["rows"])
-    lines += [f"| {name} | {BY_NAME[name].what} |" for name in ran]
+    lines += [f"| {name} | {find_arm(name).what} |" for name in ran]
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,13 @@ _COLOURS = {
 }  # fmt: skip
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
+#: Of variants of the pace, in turn.
+_MORE = ("#7F3C8D", "#11A579", "#E73F74", "#80BA5A", "#A5AA99")
+
+
+def _colour(arm: str) -> str:
+    return _COLOURS[arm] if arm in _COLOURS else _MORE[sum(arm.encode()) % len(_MORE)]
+
 
 def draw(sessions: Sequence[Mapping[str, Any]], subtitle: str, png: Path) -> Path:
     """One panel for each task; ConfigError without matplotlib."""
@@ -43,7 +50,7 @@ def _panel(axis: Any, session: Mapping[str, Any]) -> None:
             x["median"], y["median"], fmt=_MARKERS[loads.index(row["load"]) % len(_MARKERS)], markersize=7,
             xerr=[[x["median"] - x["min"]], [x["max"] - x["median"]]],
             yerr=[[y["median"] - y["min"]], [y["max"] - y["median"]]],
-            color=_COLOURS[row["arm"]], markeredgecolor="white", markeredgewidth=0.8, linewidth=0.9, alpha=0.9,
+            color=_colour(row["arm"]), markeredgecolor="white", markeredgewidth=0.8, linewidth=0.9, alpha=0.9,
             capsize=0, zorder=3,
         )  # fmt: skip
     axis.axhline(1.0, color="#777777", linewidth=1, linestyle="--", zorder=1)
@@ -64,7 +71,7 @@ def _legend(axis: Any, arms: Sequence[str], loads: Sequence[str]) -> None:
     if not arms:
         return
     style: dict[str, Any] = {"loc": "upper left", "fontsize": 8, "frameon": False, "handletextpad": 0.3}
-    dots = [axis.plot([], [], "o", color=_COLOURS[name], label=name)[0] for name in arms]
+    dots = [axis.plot([], [], "o", color=_colour(name), label=name)[0] for name in arms]
     axis.add_artist(axis.legend(handles=dots, bbox_to_anchor=(0, -0.12), ncols=min(5, len(dots)), **style))
     rows = -(-len(dots) // 5)
     shapes = [

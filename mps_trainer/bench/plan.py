@@ -1,9 +1,10 @@
 """What a session will do, on paper: its order, its processes, its memory, its time. Starts nothing.
 
-    daemon > trainers > engines > warm-up > rounds of windows > closing blocks > end
+    daemon > trainers of all tasks > engines, side by side > warm-up > rounds of windows > closing blocks > end
 
-Trainers come before engines, for vLLM measures a GPU whose memory must not change meanwhile. All stay to the end and
-one of each kind is active at a time, since membership in MPS is fixed when a process starts.
+Trainers come before engines, and the size of an engine's KV cache is given to it: vLLM would measure a GPU whose
+memory must not change meanwhile. All stay to the end and one of each kind is active at a time, since membership in
+MPS is fixed when a process starts. Tasks share the engines, and the windows without a trainer.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ class Step:
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """One task's session.
+    """One session.
 
     Attributes:
+        works: the tasks.
         engines: in the order of their start.
         alone: the arm whose trainer is measured without a rollout.
         memory: of the engines' GPU; None on the CPU.
         round_s: estimated seconds of one round.
     """
 
-    work: Work
+    works: tuple[Work, ...]
     arms: tuple[Arm, ...]
     loads: tuple[Load, ...]
     engines: tuple[str, ...]
@@ -63,14 +65,22 @@ class SessionPlan:
 
     @property
     def windows(self) -> int:
-        """Windows of one round, that of the trainer alone included."""
-        return len(self.arms) * len(self.loads) + 1
+        """Windows of one round, those of the trainers alone included."""
+        return len(self.order(0)) + len(self.works)
 
-    def order(self, number: int) -> list[tuple[Arm, Load]]:
-        """The windows of a round; each round begins with another arm, so that none is always the first."""
+    def order(self, number: int) -> list[tuple[Arm, Work | None, Load]]:
+        """The windows of a round; each round begins with another arm, so that none is always the first.
+
+        A window without a trainer is of all tasks.
+        """
         first = number % len(self.arms)
         arms = self.arms[first:] + self.arms[:first]
-        return [(arm, load) for load in self.loads for arm in arms]
+        return [
+            (arm, work, load)
+            for load in self.loads
+            for arm in arms
+            for work in (self.works if arm.trainer else (None,))
+        ]
 
     @property
     def share_of_gpu(self) -> dict[str, float]:
@@ -79,9 +89,13 @@ class SessionPlan:
 
 
 def make_plan(
-    work: Work, arms: Sequence[Arm], loads: Sequence[Load], options: Namespace, gpu: tuple[int, int] | None = None
+    works: Sequence[Work],
+    arms: Sequence[Arm],
+    loads: Sequence[Load],
+    options: Namespace,
+    gpu: tuple[int, int] | None = None,
 ) -> SessionPlan:
-    """The plan of one task's session.
+    """The plan of a session.
 
     Args:
         gpu: bytes of the engines' GPU, total and used now; None on the CPU.
@@ -94,21 +108,29 @@ def make_plan(
         engines = ("plain", "second")
     batch_s = guess_batch_s(options)
     cycles = sum(batch_s / (1 - load.gap) * options.batches for load in loads)
-    round_s = len(arms) * (cycles + len(loads) * _REST_S) + options.dedicated_s + _REST_S
     trainers = [arm for arm in arms if arm.trainer]
+    of_a_load = len(arms) + (len(works) - 1) * len(trainers)
+    round_s = of_a_load * (cycles + len(loads) * _REST_S) + len(works) * (options.dedicated_s + _REST_S)
     steps = [Step("the MPS daemon of the benchmark", _DAEMON_S)] if any(arm.mps for arm in arms) else []
-    steps += [Step(f"trainer of {arm.name}: {arm.what}", _TRAINER_S) for arm in trainers]
-    steps += [Step(f"engine {name} ({options.engine})", _ENGINE_S[options.engine]) for name in engines]
+    steps += [
+        Step(f"trainer of {arm.name} for {work.name}: {arm.what}", _TRAINER_S) for work in works for arm in trainers
+    ]
+    # They start side by side.
+    steps += [
+        Step(f"engine {name} ({options.engine})", 0.0 if i else _ENGINE_S[options.engine])
+        for i, name in enumerate(engines)
+    ]
     steps.append(Step(f"{options.warmup} batches of each engine to warm up", batch_s * options.warmup * len(engines)))
-    windows = len(arms) * len(loads) + 1
+    windows = of_a_load * len(loads) + len(works)
     steps.append(Step(f"{options.rounds} rounds of {windows} windows, interleaved", options.rounds * round_s))
     blocks = 2 + (len(engines) > 1)
     steps.append(Step(f"{blocks} closing blocks of {options.closing} solo batches", blocks * options.closing * batch_s))
     steps.append(Step("the end", _END_S))
-    memory = _memory(work, trainers, engines, options, gpu) if gpu is not None else None
+    memory = _memory(works, trainers, engines, options, gpu) if gpu is not None else None
     return SessionPlan(
-        work, tuple(arms), tuple(loads), engines, dedicated(list(arms)), options.rounds, tuple(steps), round_s, memory
-    )
+        tuple(works), tuple(arms), tuple(loads), engines, dedicated(list(arms)), options.rounds, tuple(steps), round_s,
+        memory,
+    )  # fmt: skip
 
 
 def guess_batch_s(options: Namespace) -> float:
@@ -121,11 +143,11 @@ def guess_batch_s(options: Namespace) -> float:
 
 
 def _memory(
-    work: Work, trainers: Sequence[Arm], engines: Sequence[str], options: Namespace, gpu: tuple[int, int]
+    works: Sequence[Work], trainers: Sequence[Arm], engines: Sequence[str], options: Namespace, gpu: tuple[int, int]
 ) -> MemoryPlan:
-    beside = [arm for arm in trainers if arm.place == "gpu"]
+    beside = sum(arm.place == "gpu" for arm in trainers)
     # One pool in the plan stands for all of them: each further one brings a context of its own.
-    pools = len(beside) * work.pool + max(0, len(beside) - 1) * (CONTEXT + SLACK)
+    pools = beside * sum(work.pool for work in works) + max(0, beside * len(works) - 1) * (CONTEXT + SLACK)
     tokens = options.sequences * (options.prompt_tokens + options.longest_tokens)
     needs = needed_bytes(options.shape, tokens)
     wishes = [EngineWish(f"engine {name}", options.utilization / len(engines), needs) for name in engines]
@@ -134,7 +156,8 @@ def _memory(
 
 def describe(plan: SessionPlan, left_out: dict[str, str]) -> list[str]:
     """Lines for people."""
-    lines = [f"task {plan.work.name}: {len(plan.arms)} arms, {', '.join(load.name for load in plan.loads)}"]
+    names = ", ".join(work.name for work in plan.works)
+    lines = [f"task {names}: {len(plan.arms)} arms, {', '.join(load.name for load in plan.loads)}"]
     lines += [f"  {i}. {step.what}: about {step.seconds:.0f} s" for i, step in enumerate(plan.steps, 1)]
     lines += [f"  left out: {name}: {why}" for name, why in left_out.items()]
     if plan.memory is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.bench import figures
-from mps_trainer.bench.arms import Here, choose
+from mps_trainer.bench.arms import Here, choose, variants
 from mps_trainer.bench.load import Load, Shape, long_tailed, read_trace
 from mps_trainer.bench.options import complete
 from mps_trainer.bench.plan import SessionPlan, describe, make_plan
@@ -75,7 +75,8 @@ def prepare(options: Namespace, around: Surroundings | None = None, here: Here |
         raise PlacementError("--engine vllm needs vLLM and a GPU", "install vllm, or use --engine tiny")
     complete(options, vllm=options.engine == "vllm" or (options.engine == "auto" and here.vllm and bool(gpus)))
     tiny = options.engine == "tiny"
-    arms, left_out = choose(options.arms, here, tiny=tiny)
+    paced = variants(options.pace_variant, options.pace_set)
+    arms, left_out = choose(options.arms, here, tiny=tiny, paced=paced)
     facts = None if tiny else (gpus[0].total, gpus[0].used)
     if not tiny and gpus[0].processes:
         raise PlacementError(
@@ -86,7 +87,8 @@ def prepare(options: Namespace, around: Surroundings | None = None, here: Here |
     works = [
         find_work(name, options.task_args.get(name, {}), options.train_steps, faster=faster) for name in options.tasks
     ]
-    plans = tuple(make_plan(work, arms, loads(options), options, facts) for work in works)
+    together = [[work] for work in works] if options.separate else [works]
+    plans = tuple(make_plan(some, arms, loads(options), options, facts) for some in together)
     return Benchmark(options, plans, left_out, () if tiny else gpus, around.nvml.driver)
 
 
@@ -126,21 +128,22 @@ def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str) -> dict[st
         )
     for plan in benchmark.plans:
         if sessions and time.monotonic() + plan.seconds - plan.round_s * (plan.rounds - 1) > deadline:
-            notes.append(f"The budget ended before task {plan.work.name}.")
+            notes.append(f"The budget ended before task {plan.works[0].name}.")
             continue
         setting = Setting(plan, options, folder, benchmark.gpus)
-        raw = Session(plan, options, setting, deadline, tell).run()
-        notes += [
-            f"Task {plan.work.name}: {name} could not be started: {why}" for name, why in raw["not_started"].items()
-        ]
-        if raw["failed"]:
-            notes.append(f"Task {plan.work.name} ended early: {raw['failed']}")
-        rows = figures.figures(raw, batch_size=plan.work.batch_size, engines_here=max(1, len(benchmark.gpus)))
-        sessions.append(
-            {**raw, "rows": rows, "idle": figures.idle_cost(raw["closing"]), "asked": plan.rounds,
-             "batch_size": plan.work.batch_size}
-        )  # fmt: skip
-        if raw["failed"] == "interrupted":
+        found = Session(plan, options, setting, deadline, tell).run()
+        for work, raw in zip(plan.works, found, strict=True):
+            notes += [
+                f"Task {work.name}: {name} could not be started: {why}" for name, why in raw["not_started"].items()
+            ]
+            if raw["failed"]:
+                notes.append(f"Task {work.name} ended early: {raw['failed']}")
+            rows = figures.figures(raw, batch_size=work.batch_size, engines_here=max(1, len(benchmark.gpus)))
+            sessions.append(
+                {**raw, "rows": rows, "idle": figures.idle_cost(raw["closing"]), "asked": plan.rounds,
+                 "batch_size": work.batch_size}
+            )  # fmt: skip
+        if found[-1]["failed"] == "interrupted":
             break
     return {
         "command": command, "machine": machine(benchmark), "versions": versions(), "notes": notes,

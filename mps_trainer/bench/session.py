@@ -21,6 +21,7 @@ from mps_trainer.bench.meters import Meter
 from mps_trainer.bench.plan import SessionPlan, guess_batch_s
 from mps_trainer.bench.setting import Setting
 from mps_trainer.bench.trainers import Trainer
+from mps_trainer.bench.work import Work
 from mps_trainer.errors import MpsTrainerError, RunError
 
 _ENGINE_READY_S = 600.0
@@ -48,30 +49,30 @@ class Session:
     ) -> None:
         self._plan, self._options, self._setting = plan, options, setting
         self._deadline, self._tell = deadline, tell
-        self._trainers: dict[str, Trainer] = {}
+        # By arm and task.
+        self._trainers: dict[tuple[str, str], Trainer] = {}
         self._engines: dict[str, EngineProcess] = {}
         self._alone_s = guess_batch_s(options)
         self._round_s = plan.round_s
         self._done = 0
-        self._alone = plan.alone
-        self._broken: dict[str, str] = {}
+        self._alone: dict[str, Arm] = {}
+        self._broken: dict[str, dict[str, str]] = {work.name: {} for work in plan.works}
+        self._windows: dict[str, list[Raw]] = {work.name: [] for work in plan.works}
+        self._alones: dict[str, list[Raw]] = {work.name: [] for work in plan.works}
         self._end_s = _END_S
 
-    def run(self) -> Raw:
-        """Everything measured; `cut` says so when it is less than was asked for, `failed` when something broke.
+    def run(self) -> list[Raw]:
+        """Everything measured, by task; `cut` says so when it is less than asked for, `failed` when something broke.
 
         Whole rounds are kept, whatever ends the next one; what fails before the first round is raised.
         """
-        found: Raw = {
-            "task": self._plan.work.name, "windows": [], "alone": [], "cut": "", "failed": "", "rounds": 0,
-            "closing": [],
-        }  # fmt: skip
+        found: Raw = {"cut": "", "failed": "", "rounds": 0, "closing": []}
         with ExitStack() as stack:
             stack.enter_context(self._setting)
             self._start(stack)
             found["engines"] = {name: engine.facts for name, engine in self._engines.items()}
             self._warm_up()
-            found |= {"batch_alone_s": self._alone_s, "dedicated": self._alone.name, "not_started": self._broken}
+            found["batch_alone_s"] = self._alone_s
             blocks = 2 + (len(self._engines) > 1)
             self._end_s = _END_S + blocks * self._options.closing * self._alone_s
             try:
@@ -81,12 +82,42 @@ class Session:
                 found["failed"] = f"{type(error).__name__}: {error}"
             except KeyboardInterrupt:
                 found["failed"] = "interrupted"
-        return found
+        return [
+            {
+                "task": name, **found, "windows": self._windows[name], "alone": self._alones[name],
+                "not_started": broken, "dedicated": self._alone[name].name if name in self._alone else "",
+            }
+            for name, broken in self._broken.items()
+        ]  # fmt: skip
 
     def _start(self, stack: ExitStack) -> None:
-        for arm in self._plan.trainers:
-            self._tell(f"starting the trainer of {arm.name}")
-            trainer = self._setting.trainer(arm)
+        jobs = [(arm, work) for work in self._plan.works for arm in self._plan.trainers]
+        if self._options.overlap:
+            # An engine has to find the run whose pace it serves.
+            jobs.sort(key=lambda job: not job[0].paced)
+        first = sum(arm.paced for arm, _ in jobs) if self._options.overlap else len(jobs)
+        self._start_trainers(stack, jobs[:first])
+        for name in self._plan.engines:
+            self._tell(f"starting the engine {name}")
+            with pinned(self._options.pin_engine):
+                self._engines[name] = self._setting.engine(name)
+            stack.callback(self._engines[name].close)
+        self._start_trainers(stack, jobs[first:])
+        if not self._trainers:
+            raise RunError(f"no trainer could be started: {self._broken}", "see the logs in --work-dir")
+        for work in self._plan.works:
+            arms = [arm for arm in self._plan.trainers if (arm.name, work.name) in self._trainers]
+            if arms:
+                self._alone[work.name] = dedicated(arms)
+        for name, engine in self._engines.items():
+            self._tell(f"waiting for the engine {name}")
+            engine.wait_ready(_ENGINE_READY_S)
+        self._setting.engines_are_up()
+
+    def _start_trainers(self, stack: ExitStack, jobs: Sequence[tuple[Arm, Work]]) -> None:
+        for arm, work in jobs:
+            self._tell(f"starting the trainer of {arm.name} for {work.name}")
+            trainer = self._setting.trainer(arm, work)
             stack.callback(trainer.close)
             try:
                 with pinned(self._options.pin_trainer):
@@ -94,19 +125,9 @@ class Session:
             except MpsTrainerError as error:
                 # The others are worth their time all the same.
                 trainer.close()
-                self._broken[arm.name] = str(error)
+                self._broken[work.name][arm.name] = str(error)
                 continue
-            self._trainers[arm.name] = trainer
-        if not self._trainers:
-            raise RunError(f"no trainer could be started: {self._broken}", "see the logs in --work-dir")
-        self._alone = dedicated([arm for arm in self._plan.trainers if arm.name in self._trainers])
-        for name in self._plan.engines:
-            self._tell(f"starting the engine {name}")
-            with pinned(self._options.pin_engine):
-                engine = self._setting.engine(name)
-            stack.callback(engine.close)
-            engine.wait_ready(_ENGINE_READY_S)
-            self._engines[name] = engine
+            self._trainers[arm.name, work.name] = trainer
 
     def _warm_up(self) -> None:
         load, seconds = self._plan.loads[0], []
@@ -125,17 +146,19 @@ class Session:
             if begin + self._round_s + self._end_s > self._deadline and number:
                 found["cut"] = f"the budget ended after {number} of {self._plan.rounds} rounds"
                 return
-            windows: list[Raw] = []
+            windows: list[tuple[Work | None, Raw]] = []
             try:
-                for arm, load in self._plan.order(number):
-                    if arm.name not in self._broken:
-                        windows.append(self._window(arm, load, number))
-                alone = self._trainer_alone(number)
+                for arm, work, load in self._plan.order(number):
+                    if work is None or arm.name not in self._broken[work.name]:
+                        windows.append((work, self._window(arm, work, load, number)))
+                alone = {name: self._trainer_alone(name, arm, number) for name, arm in self._alone.items()}
             except OutOfTimeError as error:
                 found["cut"] = f"{error.message}; the round begun is left out"
                 return
-            found["windows"] += windows
-            found["alone"].append(alone)
+            for name, mine in self._windows.items():
+                mine += [window for work, window in windows if work is None or work.name == name]
+            for name, one in alone.items():
+                self._alones[name].append(one)
             found["rounds"] = number + 1
             self._round_s = time.monotonic() - begin
 
@@ -146,9 +169,10 @@ class Session:
             raise OutOfTimeError("the budget ended amid a round")
         self._tell(f"{self._done} of {total} windows: {what}")
 
-    def _window(self, arm: Arm, load: Load, number: int) -> Raw:
-        self._next(f"{self._plan.work.name}, {load.name}, {arm.name}")
-        trainer, engine = self._trainers.get(arm.name), self._engines[arm.engine]
+    def _window(self, arm: Arm, work: Work | None, load: Load, number: int) -> Raw:
+        self._next(f"{load.name}, {arm.name}" + (f", {work.name}" if work is not None else ""))
+        trainer = self._trainers[arm.name, work.name] if work is not None else None
+        engine = self._engines[arm.engine]
         if trainer is not None:
             trainer.resume()
         meter = Meter(engine.pid, trainer.pids() if trainer is not None else [], trainer)
@@ -163,10 +187,9 @@ class Session:
             measured |= {"score_ms": list(trainer.score_ms), "problem": trainer.problem()}
         return {"arm": arm.name, "load": load.name, "round": number, "batches": batches, **measured}
 
-    def _trainer_alone(self, number: int) -> Raw:
-        arm = self._alone
-        self._next(f"{self._plan.work.name}, the trainer of {arm.name} alone")
-        trainer = self._trainers[arm.name]
+    def _trainer_alone(self, task: str, arm: Arm, number: int) -> Raw:
+        self._next(f"{task}, the trainer of {arm.name} alone")
+        trainer = self._trainers[arm.name, task]
         trainer.resume()
         meter = Meter(0, trainer.pids(), trainer)
         silence(self._options.dedicated_s)
@@ -177,6 +200,8 @@ class Session:
     def _closing(self) -> list[Raw]:
         """Solo batches with all idle processes there, then without the trainers, then without the second engine."""
         main = self._plan.engines[0]
+        if not self._options.closing:
+            return []
         blocks = [self._block("all trainers and engines there, at rest", main)]
         for trainer in self._trainers.values():
             trainer.close()

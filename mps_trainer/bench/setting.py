@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import Any
 
 import mps_trainer
-from mps_trainer.bench.arms import PACE, Arm
+from mps_trainer.bench.arms import Arm
 from mps_trainer.bench.engine import EngineProcess
 from mps_trainer.bench.hosted import InOperator, RestService
 from mps_trainer.bench.plan import SessionPlan
 from mps_trainer.bench.trainers import SidecarTrainer, Trainer
+from mps_trainer.bench.work import Work
 from mps_trainer.errors import PlacementError
 from mps_trainer.launcher.memory_plan import CONTEXT, SLACK
 from mps_trainer.mps.control import MpsDaemon
@@ -22,7 +23,7 @@ from mps_trainer.mps.environment import PIPE_VARIABLE, without_mps
 from mps_trainer.mps.folder import MpsFolder, mps_folder
 from mps_trainer.mps.nvml import GpuFacts
 from mps_trainer.mps.placement import GpuPlacement
-from mps_trainer.run import new_run_id
+from mps_trainer.run import is_held, new_run_id, run_paths
 from mps_trainer.vllm_plugin.plugin import RUN_VARIABLE
 
 
@@ -39,7 +40,7 @@ class Setting:
         self._stack = ExitStack()
         self._mps: MpsFolder | None = None
         self._daemon: MpsDaemon | None = None
-        self._paced_run = ""
+        self._paced: list[SidecarTrainer] = []
 
     def __enter__(self) -> Setting:
         if any(arm.mps for arm in self._plan.arms):
@@ -54,9 +55,8 @@ class Setting:
     ) -> None:
         self._stack.close()
 
-    def trainer(self, arm: Arm) -> Trainer:
+    def trainer(self, arm: Arm, work: Work) -> Trainer:
         """The trainer of an arm, not started."""
-        work = self._plan.work
         lengths = [r.response_tokens for r in self._plan.loads[0].batches[0].requests]
         device = {"cpu": "cpu", "gpu": self._device(0), "own": self._device(1)}[arm.place]
         if arm.trainer != "sidecar":
@@ -66,24 +66,21 @@ class Setting:
             # Its one visible GPU is CUDA's first.
             hosted_on = "cpu" if device == "cpu" else "cuda:0"
             return kind(work, self._folder, lengths, device=hosted_on, threads=threads, env=env)
-        settings: dict[str, Any] = {"cpu_threads": self._options.operator_cores}
-        if arm.paced:
-            settings[PACE] = self._options.slowdown
+        settings = {"cpu_threads": self._options.operator_cores, **arm.settings(self._options.slowdown)}
         trainer = SidecarTrainer(
-            work, self._folder, lengths, device=device, settings=settings, placement=self.placement(arm),
+            work, self._folder, lengths, device=device, settings=settings, placement=self.placement(arm, work),
             daemon_pipe=self._mps.pipe_dir if self._mps is not None else None,
         )  # fmt: skip
         if arm.paced:
-            self._paced_run = trainer.run_id
+            self._paced.append(trainer)
         return trainer
 
-    def placement(self, arm: Arm) -> GpuPlacement | None:
+    def placement(self, arm: Arm, work: Work) -> GpuPlacement | None:
         """What the sidecar of an MPS arm finds in its folder; None without MPS."""
         if not arm.mps or not arm.trainer:
             return None
-        pool = self._plan.work.pool
         return GpuPlacement(
-            gpu_uuid=self._gpus[0].uuid, pool=pool, limit=pool + CONTEXT + SLACK, priority=arm.priority,
+            gpu_uuid=self._gpus[0].uuid, pool=work.pool, limit=work.pool + CONTEXT + SLACK, priority=arm.priority,
             # Everybody lets kernels queue; ours waits for each.
             blocking_launches=arm.priority != 0,
         )  # fmt: skip
@@ -101,9 +98,11 @@ class Setting:
             r.prompt_tokens + r.response_tokens for load in self._plan.loads for b in load.batches for r in b.requests
         )
         most = max(len(b.requests) for load in self._plan.loads for b in load.batches)
+        # A pace listens to the engine, and what that costs is in every arm or in none.
+        statistics = options.statistics or any(arm.paced for arm in self._plan.arms)
         return {
             "kind": "vllm", "shape": options.shape, "utilization": self._plan.share_of_gpu[name], "longest": longest,
-            "sequences": most, "folder": str(self._folder / f"engine-{name}"), "statistics": options.statistics,
+            "sequences": most, "folder": str(self._folder / f"engine-{name}"), "statistics": statistics,
         }  # fmt: skip
 
     def engine_environment(self, name: str) -> dict[str, str]:
@@ -113,10 +112,23 @@ class Setting:
             if self._mps is None:
                 raise PlacementError("an engine shall be an MPS client and there is no daemon", "report this")
             env[PIPE_VARIABLE] = str(self._mps.pipe_dir)
-            if self._paced_run:
+            if self._paced:
                 # How an engine outside of Ray finds the run whose pace it serves.
-                env[RUN_VARIABLE] = self._paced_run
+                env[RUN_VARIABLE] = self._heard.run_id
         return env
+
+    def engines_are_up(self) -> None:
+        """An engine speaks to one run; let the other paced sidecars hear it too."""
+        for trainer in self._paced:
+            if trainer is not self._heard and trainer.run_dir.is_dir():
+                for said in self._heard.run_dir.glob("load-*"):
+                    # Written in place, so both names show what it says now.
+                    (trainer.run_dir / said.name).hardlink_to(said)
+
+    @property
+    def _heard(self) -> SidecarTrainer:
+        live = (t for t in self._paced if is_held(run_paths(t.run_id).supervisor_lock))
+        return next(live, self._paced[0])
 
     def _device(self, place: int) -> str:
         return f"cuda:{self._gpus[place].index}" if place < len(self._gpus) else "cpu"

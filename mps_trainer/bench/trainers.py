@@ -13,11 +13,13 @@ import select
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
+from mps_trainer.bench.paced import PacedFeed
 from mps_trainer.bench.work import Work, made_up
 from mps_trainer.columns import Rows
 from mps_trainer.errors import AlreadyRunningError, RunError, TransportError
@@ -80,15 +82,15 @@ class Feed(threading.Thread):
     Args:
         send: takes a record; it blocks while the trainer has enough to do.
         ask: the same and waits for scores; the number of those that are not finite.
+        hold: called before each.
     """
 
-    def __init__(self, records: Iterator[Rows], send: Any, ask: Any) -> None:
+    def __init__(self, records: Iterator[Rows], send: Any, ask: Any, hold: Any = lambda: None) -> None:
         super().__init__(daemon=True, name="feed")
         self.going, self.idle = threading.Event(), threading.Event()
         self.score_ms: list[float] = []
-        self.error = ""
-        self.sent = 0
-        self._records, self._send, self._ask = records, send, ask
+        self.error, self.sent = "", 0
+        self._records, self._send, self._ask, self._hold = records, send, ask, hold
         self._ended = False
         self.idle.set()
 
@@ -126,6 +128,7 @@ class Feed(threading.Thread):
         self.join(_SCORE_TIMEOUT_S)
 
     def _give(self, rows: Rows, *, with_scores: bool) -> None:
+        self._hold()
         if not with_scores:
             self._send(rows)
         else:
@@ -160,13 +163,13 @@ class SidecarTrainer:
     ) -> None:
         self.run_id = new_run_id()
         self._lengths, self._work = lengths, work
-        self._run_dir = folder / self.run_id
+        self.run_dir = folder / self.run_id
         self._paths = run_paths(self.run_id)
         more: dict[str, Any] = {"device": device, **({"memory": f"{work.pool // 2**20}MiB"} if device != "cpu" else {})}
         resolved = work.settings(**more, **(settings or {}))
         self._columns = wire_columns(load_task(work.task, work.task_args))
         self._record = RunRecord(
-            run_id=self.run_id, config="", derived_config="", run_dir=str(self._run_dir), ray_namespace=self.run_id,
+            run_id=self.run_id, config="", derived_config="", run_dir=str(self.run_dir), ray_namespace=self.run_id,
             settings=resolved.dump(), device=device, mps="on" if placement else "off",
         )  # fmt: skip
         self._placement, self._daemon_pipe = placement, daemon_pipe
@@ -174,10 +177,11 @@ class SidecarTrainer:
         self._feed: Feed | None = None
         self._process: SidecarProcess | None = None
         self._ready_timeout = resolved.ready_timeout
+        self._pace = PacedFeed(self.run_dir, work.steps, self.steps) if resolved.pace == "on" else None
 
     def start(self) -> None:
         """Start it; as `Trainer.start`."""
-        self._run_dir.mkdir(mode=0o700, parents=True)
+        self.run_dir.mkdir(mode=0o700, parents=True)
         self._record.save(self._paths.run_file)
         lock = try_hold(self._paths.supervisor_lock, "the benchmark")
         if lock is None:
@@ -197,19 +201,25 @@ class SidecarTrainer:
         self._channel = channel
         records = made_up(self._columns, self._work.rows, self._lengths, self.run_id)
         self._requests = itertools.count(1)
-        self._feed = Feed(records, self._send, self._ask)
+        # Held back before a score is asked for, so that its latency is the sidecar's.
+        hold = partial(self._pace.wait, channel.sidecar_alive) if self._pace is not None else lambda: None
+        self._feed = Feed(records, self._send, self._ask, hold)
         self._stack.callback(self._feed.close)
         self._feed.start()
 
     def resume(self) -> None:
         """Let experiences come."""
-        self._running.resume()
         before = self.steps()
+        if self._pace is not None:
+            self._pace.resume()
+        self._running.resume()
         wait_until(lambda: self.steps() > before or self._running.error, 60, "the sidecar trains")
 
     def pause(self) -> None:
         """Let none come, and wait until it is at rest."""
         self._running.pause()
+        if self._pace is not None:
+            self._pace.paused()
         wait_until(self._is_idle, 120, "the sidecar has nothing left to do")
 
     @property
@@ -221,10 +231,10 @@ class SidecarTrainer:
         """Training steps so far."""
         for _ in range(3):
             # A live writer may be faster than a look.
-            doing = read_doing(self._run_dir)
+            doing = read_doing(self.run_dir)
             if doing is not None and doing.subject is not None:
                 return doing.subject.step
-        status = Status.peek(self._run_dir)
+        status = Status.peek(self.run_dir)
         return status.version if status is not None else 0
 
     def pids(self) -> list[int]:
@@ -233,7 +243,7 @@ class SidecarTrainer:
 
     def problem(self) -> str:
         """What was wrong; "" for nothing."""
-        status = Status.peek(self._run_dir)
+        status = Status.peek(self.run_dir)
         wrong = status.error if status is not None else "the sidecar wrote no status"
         return self._running.error or wrong
 
@@ -247,9 +257,10 @@ class SidecarTrainer:
         return self._feed
 
     def _is_idle(self) -> bool:
-        doing = read_doing(self._run_dir)
+        doing = read_doing(self.run_dir)
         waits = doing is not None and doing.stage is Stage.WAITING
-        return bool(self._running.error) or (waits and not self._channel.backlog())
+        owes = self._pace is not None and self._pace.owes()
+        return bool(self._running.error) or (waits and not self._channel.backlog() and not owes)
 
     def _place(self) -> None:
         if self._placement is None or self._daemon_pipe is None:
@@ -276,7 +287,7 @@ class SidecarTrainer:
         # Nothing is lost when the sidecar takes longer than the wait of one send.
         while self._channel.send(rows, request_id=next(self._requests), want_scores=False).rows_dropped:
             if not self._channel.sidecar_alive():
-                raise RunError("the sidecar has ended", f"see {self._run_dir}/sidecar.log")
+                raise RunError("the sidecar has ended", f"see {self.run_dir}/sidecar.log")
 
     def _ask(self, rows: Rows) -> int:
         while True:
@@ -285,7 +296,7 @@ class SidecarTrainer:
                 break
         reply = self._channel.receive_scores(request, _SCORE_TIMEOUT_S)
         if reply is None:
-            raise RunError("no scores came", f"see {self._run_dir}/sidecar.log")
+            raise RunError("no scores came", f"see {self.run_dir}/sidecar.log")
         return int((reply.values != reply.values).sum())
 
 

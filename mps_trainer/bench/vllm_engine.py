@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from mps_trainer.vllm_plugin import stat_logger
+
 #: hidden, inner, layers, heads, KV heads, vocabulary, tied embeddings
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -24,6 +26,7 @@ SHAPES = {
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
 }
 _PROBE_TOKENS = 32
+_BLOCK_TOKENS = 16
 
 
 def model_config(shape: str, longest: int) -> dict[str, Any]:
@@ -47,6 +50,12 @@ def needed_bytes(shape: str, tokens: int) -> int:
     return weights + tokens * layers * 2 * kv * 2
 
 
+def kv_bytes(shape: str, sequences: int, longest: int) -> int:
+    """Bytes of a KV cache in which every sequence has room to its end, in whole blocks, and a little more."""
+    tokens = sequences * (longest + 2 * _BLOCK_TOKENS)
+    return int(1.05 * (needed_bytes(shape, tokens) - needed_bytes(shape, 0)))
+
+
 class VllmEngine:
     """The engine in its process.
 
@@ -68,7 +77,12 @@ class VllmEngine:
             # What it logs per step is part of what a pace costs, so it is on in every arm or in none.
             disable_log_stats=not spec.get("statistics", False),
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            # Not measured by vLLM: engines start side by side, and each would take the other's memory for its own.
+            kv_cache_memory_bytes=kv_bytes(spec["shape"], spec["sequences"], spec["longest"]),
         )  # fmt: skip
+        if spec.get("statistics", False):
+            # vLLM loads stat loggers for its asynchronous engine only. Without a paced run there is none to add.
+            stat_logger.attach(self._llm.llm_engine)
         self._asked = 0
 
     def facts(self) -> dict[str, Any]:

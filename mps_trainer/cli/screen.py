@@ -80,6 +80,7 @@ def rows(subject: Subject, figures: Figures, *, alive: bool) -> list[Row]:
         ("backlog", _backlog(status), _TROUBLE if status.backlog_age_s > _OLD_S else ""),
         ("drops", _drops(status, figures), _TROUBLE if status.lost_oldest + status.lost_newest else ""),
         ("scores", _scores(status, figures), ""),
+        *([("pace", _pace(status), _TROUBLE if status.pace_note else "")] if status.pace_source else []),
         ("memory", _memory(status), ""),
         ("mps", _membership(subject, status, figures), ""),
         *_trouble(subject, status),
@@ -177,6 +178,16 @@ def _scores(status: Status, figures: Figures) -> str:
     if figures.score_age_s is not None:
         parts.append(f"age {figures.score_age_s:.1f} s")
     return ", ".join([*parts, f"{figures.late or 0:,} late"])
+
+
+def _pace(status: Status) -> str:
+    by = {"engine": "the engine's own word", "nvml": "NVML", "arrivals": "the arrival of batches"}
+    share = "-" if status.pace_share is None else f"{status.pace_share:.0%}"
+    slower = "not measured yet" if status.pace_slowdown is None else f"{status.pace_slowdown:.1%} meanwhile"
+    source = by.get(status.pace_source, status.pace_source)
+    text = f"trains {share} of the rollout's time, slows it {slower}; goes by {source}"
+    owed = f"{text}; {_count(status.steps_owed, 'step')} owed, {status.steps_skipped:,} skipped"
+    return f"{owed}. {status.pace_note}" if status.pace_note else owed
 
 
 def _memory(status: Status) -> str:

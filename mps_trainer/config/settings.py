@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from mps_trainer.config.pace import MAX_ROLLOUT_SLOWDOWN, MIN_STEPS, PACE, TUNING, PaceTuning, check_pace
 from mps_trainer.config.schedule import STEPS_PER_BATCH, ReplaySettings, ScheduleSettings, check_schedule, only_with
 from mps_trainer.config.section import Section
 from mps_trainer.config.units import parse_duration, parse_size
@@ -127,6 +128,10 @@ class Settings(Section):
     schedule: ScheduleSettings = Field(
         ScheduleSettings(), description="when training steps are taken, and with which learning rate"
     )
+    pace: OnOrOff = PACE
+    pace_tuning: PaceTuning = TUNING
+    max_rollout_slowdown: float = MAX_ROLLOUT_SLOWDOWN
+    min_steps_per_batch: int = MIN_STEPS
     seed: int = Field(0, ge=0, lt=2**63, description="for initial weights and sampling")
     checkpoint_every: int = Field(200, ge=1, description="training steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="checkpoints kept on disk")
@@ -202,6 +207,7 @@ class Settings(Section):
     @model_validator(mode="after")
     def _schedule_fits(self) -> Settings:
         check_schedule(self)
+        check_pace(self, self.schedule.train)
         return self
 
     @model_validator(mode="after")

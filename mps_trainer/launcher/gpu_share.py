@@ -32,6 +32,7 @@ from mps_trainer.mps.lease import take_gpu
 from mps_trainer.mps.nvml import GpuFacts, GpuProcess, read_processes
 from mps_trainer.mps.placement import GpuPlacement
 from mps_trainer.mps.summons import EngineAnswer, EngineRecord, EngineRequest, SummonsServer
+from mps_trainer.mps.utilization import Utilization
 from mps_trainer.run import HeldLock, RunRecord
 
 log = logging.getLogger("mps_trainer.supervisor")
@@ -96,6 +97,7 @@ class GpuShare:
         self._summoned: tuple[int, float] | None = None
         self._membership = Membership(self.daemon, run_dir)
         self._server = ServerWatch(self.daemon)
+        self._utilization = Utilization(self._folder)
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
 
@@ -198,6 +200,8 @@ class GpuShare:
         """Prove engines that are up, and see who else is on the GPU. Called often; looks at the GPU now and then."""
         self.prove_engines()
         self._folder.set_hold(self.must_not_change)
+        if self._gpu is not None:
+            self._utilization.sample(self._gpu.uuid)
         if self._neighbours is None or not (self._sidecar_pid or self._neighbours.reason):
             return
         self._neighbours.look(self._sidecar_pid, self.engines)

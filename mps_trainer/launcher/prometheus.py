@@ -43,6 +43,7 @@ _COUNTERS: tuple[tuple[str, str, _Number], ...] = (
     ("experiences_received", "Experiences that the sidecar has received", lambda s: s.experiences),
     ("experiences_duplicate", "Received experiences that were known already", lambda s: s.duplicates),
     ("experiences_trained", "Draws from the replay buffer for training", lambda s: s.trained),
+    ("steps_skipped", "Training steps given up because the pace let too many wait", lambda s: s.steps_skipped),
     ("experiences_scored", "Experiences that were given a score", lambda s: s.scored),
     (
         "experiences_set_aside",
@@ -55,6 +56,9 @@ _GAUGES: tuple[tuple[str, str, _Number], ...] = (
     ("loss", "Loss of the last training step", lambda s: s.loss),
     ("auc", "AUC on the last 1,024 experiences or so, before training on them", lambda s: s.auc),
     ("replay_experiences", "Experiences in the replay buffer", lambda s: s.replay_size),
+    ("steps_owed", "Training steps that are due", lambda s: s.steps_owed),
+    ("pace_share", "Share of the rollout's time that was spent training", lambda s: s.pace_share),
+    ("pace_slowdown", "Share by which the engine is slower while the sidecar trains", lambda s: s.pace_slowdown),
     ("backlog_records", "Records sent and not yet taken", lambda s: s.backlog),
     ("backlog_age_seconds", "How long ago the oldest unread record was sent", lambda s: s.backlog_age_s),
     ("memory_resident_bytes", "Resident memory of the sidecar", lambda s: s.memory_bytes),

@@ -56,6 +56,11 @@ class Status:
             None on the CPU. memory_cap_bytes: the reservation; on the CPU a wish (`memory`), None without one.
         ring_registered: whether the driver has page-locked the feed rings, so that batches reach the GPU by DMA;
             None on the CPU and before the first operator.
+        steps_owed, steps_skipped: training steps that are due, and that were given up because too many were.
+        pace_source: what the pace goes by: "engine", "nvml", "arrivals"; "" where there is none (`docs/pace.md`).
+        pace_share: of the time in which the rollout was busy, the share spent training; None before any.
+        pace_slowdown: by which share the engine is slower while the sidecar trains, measured; None while unknown.
+        pace_note: what of the pace's settings cannot be kept.
         set_aside: experiences that killed or hung a sidecar and are kept from its successors (`set_aside/`).
         damaged_records: stretches of the journal that could not be read and are kept beside it (`journal/damaged-*`).
         last_death: how the last sidecar that did not end in order ended, and what it was doing.
@@ -91,6 +96,12 @@ class Status:
     memory_cap_bytes: int | None = None
     gpu_memory_bytes: int | None = None
     ring_registered: bool | None = None
+    steps_owed: int = 0
+    steps_skipped: int = 0
+    pace_source: str = ""
+    pace_share: float | None = None
+    pace_slowdown: float | None = None
+    pace_note: str = ""
     set_aside: int = 0
     damaged_records: int = 0
     last_death: str = ""

@@ -60,6 +60,7 @@ class Counters:
     duplicates: int = 0
     trained: int = 0
     scored: int = 0
+    steps_skipped: int = 0
     loss: float | None = None
     first_loss: float | None = None
     auc: float | None = None
@@ -163,6 +164,13 @@ class Learner:
             self.counters.first_loss = loss
         return loss
 
+    def skip(self, count: int) -> None:
+        """Give up the `count` oldest steps that are due."""
+        self.steps_due -= count
+        self.counters.steps_skipped += count
+        if self._settings.schedule.train == "epochs":
+            self._passes.skip(count)
+
     def remove(self, eids: Collection[bytes]) -> PackedBatch:
         """Take experiences out of the replay buffer; with too few left no step is due any more."""
         removed = self.replay.remove(eids)
@@ -212,6 +220,10 @@ class Learner:
         if schedule.train == "steps":
             self.steps_due += self._settings.steps_per_batch
         elif schedule.train == "epochs":
+            planned = len(self._passes)
+            # Those that waited for the pace until their experiences left the replay buffer.
+            self._passes.keep_held(self.replay)
+            self.counters.steps_skipped += planned - len(self._passes)
             self._passes.plan(self.replay)
             self.steps_due = len(self._passes)
 

@@ -38,6 +38,7 @@ from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
 from mps_trainer.sidecar.noting import Note
 from mps_trainer.sidecar.own_files import OwnFiles
+from mps_trainer.sidecar.pace.gate import pace_for
 from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.picture import Picture
 from mps_trainer.sidecar.publishing import snapshots_for
@@ -80,8 +81,9 @@ class Sidecar:
         on_attach = self._ring.attach if self._ring is not None else None
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         self._dropped = Dropped(self._hub)
-        self._picture = Picture(own, learning, self._hub, self._dropped, self._answering)
-        self._steps = Steps(self._learner, self._aside, self._report, before=self._before_step)
+        self._pace = pace_for(record, settings, self._learner)
+        self._picture = Picture(own, learning, self._hub, self._dropped, self._answering, self._pace)
+        self._steps = Steps(self._learner, self._aside, self._report, self._before_step, self._pace)
         ending.listen(self._hub.wake)
         self._behind = True
 
@@ -100,11 +102,10 @@ class Sidecar:
             elif self._behind:
                 self._catch_up(self._must_stop)
             else:
-                if not self._hub.wait(0.0 if self._learner.may_train else _WAIT_S):
+                if not self._hub.wait(self._pace.wait_s(0.0 if self._learner.may_train else _WAIT_S)):
                     self._train_between()
                 self._train_due(self._must_stop)  # What a pause has interrupted.
-                # Steps come before the next record, as they do when a successor reads the journal.
-                if not self._learner.steps_due:
+                if not self._steps_come_first:
                     self._take_records(limit=64)
                 self._snapshots.publish_if_due()
             self._look_around()
@@ -116,6 +117,12 @@ class Sidecar:
 
     def _must_stop(self) -> bool:
         return self._ending.is_asked() or self._pause.is_on
+
+    @property
+    def _steps_come_first(self) -> bool:
+        # Before the next record, in the order that a successor has who reads the journal; a pace gives that up, for
+        # nobody who asks for scores shall wait for it.
+        return self._learner.steps_due > 0 and not self._pace.defers
 
     def _sit_out(self) -> None:
         """Until the pause or the run ends: launch nothing."""
@@ -157,7 +164,7 @@ class Sidecar:
     def _catch_up(self, stop: Callable[[], bool]) -> None:
         """Take one record of the journal, as far as `stop` allows; after the last one we are no longer behind."""
         self._train_due(stop)
-        if self._learner.steps_due:
+        if stop() or self._steps_come_first:
             return
         record = self._journal.read()
         if record is None:
@@ -183,7 +190,7 @@ class Sidecar:
             delivery.release()
             self._train_due(self._must_stop)
             # The reason to stop may be gone again, and its steps still come first.
-            if self._learner.steps_due or self._must_stop():
+            if self._steps_come_first or self._must_stop():
                 return
 
     def _receive(self) -> Delivery | None:
@@ -222,11 +229,15 @@ class Sidecar:
         self._answering.answer(delivery)
 
     def _train_due(self, stop: Callable[[], bool]) -> None:
-        """The steps that are due until `stop`; after the last, the metrics of the batch and perhaps a checkpoint."""
-        if not self._learner.batch_is_in or not self._steps.take_due(stop):
+        """The steps that are due until `stop` or the pace yields; then the batch's metrics and perhaps a checkpoint."""
+        before = self._trainer.step
+        if not self._steps.take_due(stop, self._hub.any_ready) and (stop() or not self._pace.defers):
+            return
+        if not self._learner.batch_is_in and self._trainer.step == before:
             return
         self._note.stage(Stage.WRITING)
-        self._report.write(self._learner.close_batch(), self._picture.gauges())
+        if self._learner.batch_is_in:
+            self._report.write(self._learner.close_batch(), self._picture.gauges() | self._picture.of_pace())
         self._snapshots.publish_if_due()
         self._picture.save()
         self._saving.save_if_due(behind=self._behind)
@@ -258,6 +269,7 @@ class Sidecar:
         def late() -> bool:
             return time.monotonic() >= deadline or self._pause.is_on
 
+        self._pace.stop()
         self._picture.set_state(State.DRAINING)
         self._empty_rings(late)
         self._behind = True

@@ -46,6 +46,11 @@ class Passes:
             draw = replay.pick(self._steps.popleft(), empty)
         return draw
 
+    def skip(self, count: int) -> None:
+        """Forget the next `count` steps."""
+        for _ in range(min(count, len(self._steps))):
+            self._steps.popleft()
+
     def keep_held(self, replay: ReplayBuffer) -> None:
         """Forget experiences that have left the buffer, and steps that have none any more."""
         held = replay.numbers_from(0)

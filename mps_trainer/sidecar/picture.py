@@ -13,6 +13,7 @@ from mps_trainer.run.process import resident_bytes
 from mps_trainer.sidecar.answering import Answering
 from mps_trainer.sidecar.dropped import Dropped
 from mps_trainer.sidecar.own_files import OwnFiles
+from mps_trainer.sidecar.pace.gate import Pace
 from mps_trainer.sidecar.startup import Learning
 from mps_trainer.transport import SidecarHub
 
@@ -31,8 +32,9 @@ class Picture:
     """
 
     def __init__(
-        self, own: OwnFiles, learning: Learning, hub: SidecarHub, dropped: Dropped, answering: Answering
+        self, own: OwnFiles, learning: Learning, hub: SidecarHub, dropped: Dropped, answering: Answering, pace: Pace
     ) -> None:
+        self._pace = pace
         self._own = own
         self._learning = learning
         self._hub = hub
@@ -49,6 +51,19 @@ class Picture:
             "dropped": self._dropped.counts(),
             "memory_bytes": resident_bytes(),
             "gpu_memory_bytes": _device_bytes(self._learning.learner.trainer.device),
+        }
+
+    def of_pace(self) -> dict[str, Any]:
+        """What a batch's line says of the pace; nothing where there is none."""
+        status = self._own.status
+        self._pace.describe(status)
+        if not status.pace_source:
+            return {}
+        return {
+            "pace_share": status.pace_share,
+            "pace_slowdown": status.pace_slowdown,
+            "pace_source": status.pace_source,
+            "steps_skipped": self._learning.learner.counters.steps_skipped,
         }
 
     def set_state(self, state: State) -> None:
@@ -68,6 +83,8 @@ class Picture:
             setattr(status, name, value)
         status.lost_newest = lost["newest"]
         self._answering.describe(status)
+        self._pace.describe(status)
+        status.steps_owed = learner.steps_due
         status.version = learner.trainer.step
         status.damaged_records = self._learning.journal.damaged
         status.set_aside = self._learning.aside.count

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from mps_trainer.sidecar.batch_report import BatchReport
 from mps_trainer.sidecar.learner import Learner
+from mps_trainer.sidecar.pace.gate import NoPace, Pace
 from mps_trainer.sidecar.set_aside import SetAside
 
 
@@ -15,34 +16,51 @@ class Steps:
 
     Args:
         before: called before each.
+        pace: says whether a step may be taken now.
     """
 
     def __init__(
-        self, learner: Learner, aside: SetAside, report: BatchReport, before: Callable[[], object] = lambda: None
+        self,
+        learner: Learner,
+        aside: SetAside,
+        report: BatchReport,
+        before: Callable[[], object] = lambda: None,
+        pace: Pace | None = None,
     ) -> None:
         self._learner = learner
         self._aside = aside
         self._report = report
         self._before = before
+        self._pace = pace or NoPace()
 
-    def take_due(self, stop: Callable[[], bool]) -> bool:
-        """The steps that are due, until `stop`; whether none is left."""
+    def take_due(self, stop: Callable[[], bool], record_waits: Callable[[], bool] = lambda: False) -> bool:
+        """The steps that are due, until `stop` or as far as the pace allows; whether none is left.
+
+        Args:
+            record_waits: with a pace, where many steps may be owed, a record that comes waits for one at most.
+        """
         while self._learner.steps_due:
             if stop():
                 return False
             self._aside.before_step(self._learner)
             if self._learner.steps_due:
+                if not self._pace.may_step():
+                    return False
                 self._take()
+                if self._pace.defers and self._pace.has_room and record_waits():
+                    return not self._learner.steps_due
         return True
 
     def take_another(self) -> None:
         """One step that is not due, if the schedule has it (`train: continuous`)."""
         self._aside.before_step(self._learner)
-        if self._learner.may_train:
+        if self._learner.may_train and self._pace.may_step():
             self._take()
 
     def _take(self) -> None:
         self._before()
         begin = time.monotonic()
         loss = self._learner.train_step()
-        self._report.stepped(loss, (time.monotonic() - begin) * 1e3)
+        seconds = time.monotonic() - begin
+        self._pace.stepped(seconds)
+        self._report.stepped(loss, seconds * 1e3)

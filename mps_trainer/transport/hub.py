@@ -110,12 +110,12 @@ class SidecarHub:
         rung = late = False
         while not self._woken:
             self._tidy()
-            if self._any_ready():
+            if self.any_ready():
                 return True
             if rung or time.monotonic() >= self._next_look:
                 # Rung without a record: by a new operator, or for a record that was evicted meanwhile.
                 self.find_new()
-                if self._any_ready():
+                if self.any_ready():
                     return True
             if late:
                 # Rung or not: a count of the bell that is wrong, however large, must not keep us here.
@@ -235,7 +235,8 @@ class SidecarHub:
         if unlink:
             remove_run(self._run_id)
 
-    def _any_ready(self) -> bool:
+    def any_ready(self) -> bool:
+        """Whether a record is ready on a channel that we are attached to, as a hint. Microseconds."""
         for channel in self._channels.values():  # noqa: SIM110  # on the way of every record: a generator costs more
             if channel.has_ready():
                 return True

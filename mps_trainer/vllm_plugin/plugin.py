@@ -44,7 +44,7 @@ def register() -> None:
 def _register() -> None:
     if os.environ.get(ASKED_VARIABLE):
         return
-    run_id = _find_run()
+    run_id = find_run()
     if run_id is None:
         return
     os.environ[ASKED_VARIABLE] = run_id
@@ -69,7 +69,8 @@ def _register() -> None:
     follow_engine(session, answer.utilization)
 
 
-def _find_run() -> str | None:
+def find_run() -> str | None:
+    """The id of the live run that this process belongs to."""
     named = os.environ.get(RUN_VARIABLE)
     if named:
         return named if is_held(run_paths(named).supervisor_lock) else None

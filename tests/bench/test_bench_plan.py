@@ -13,10 +13,13 @@ import pytest
 from bench_helpers import EVERYTHING, GIB, gpu, mocked_surroundings
 
 from mps_trainer.bench import options as flags
-from mps_trainer.bench.arms import ARMS, BY_NAME, PACE, Here, choose
+from mps_trainer.bench.arms import ARMS, BY_NAME, PACE, Here, choose, find_arm
 from mps_trainer.bench.run import Benchmark, prepare
 from mps_trainer.bench.setting import Setting
+from mps_trainer.bench.trainers import SidecarTrainer
+from mps_trainer.bench.vllm_engine import kv_bytes, needed_bytes
 from mps_trainer.bench.work import Work
+from mps_trainer.config import load_settings
 from mps_trainer.errors import ConfigError, PlacementError
 from mps_trainer.launcher.memory_plan import CONTEXT, SLACK
 from mps_trainer.mps.checks import read_surroundings
@@ -24,6 +27,7 @@ from mps_trainer.mps.environment import NO_PIPE_DIR, PIPE_VARIABLE, PRIORITY_VAR
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.nvml import GpuProcess, NvmlFacts
 from mps_trainer.mps.placement import GpuPlacement
+from mps_trainer.run.engine_load import LoadFile, LoadReader
 from mps_trainer.vllm_plugin.plugin import RUN_VARIABLE
 
 
@@ -49,7 +53,7 @@ def test_the_order_of_steps_with_a_mocked_gpu() -> None:
 
 def test_rounds_are_interleaved_and_begin_with_another_arm_each() -> None:
     [plan] = planned().plans
-    counts = Counter((arm.name, load.name) for number in range(5) for arm, load in plan.order(number))
+    counts = Counter((arm.name, load.name) for number in range(5) for arm, _, load in plan.order(number))
     assert set(counts.values()) == {5}
     assert len({plan.order(number)[0][0].name for number in range(5)}) == 5
 
@@ -61,8 +65,22 @@ def test_the_memory_of_two_engines_and_of_all_sidecars_with_a_mocked_gpu() -> No
     shares = plan.share_of_gpu
     assert set(shares) == {"plain", "client"}
     assert shares["plain"] == shares["client"] > 0.2
-    sidecars = 5 * (plan.work.pool + CONTEXT + SLACK)
+    sidecars = 5 * (plan.works[0].pool + CONTEXT + SLACK)
     assert sum(shares.values()) * 140 * GIB + sidecars + 2 * 3 * GIB < 140 * GIB
+
+
+def test_two_tasks_on_one_pair_of_engines_with_a_mocked_gpu() -> None:
+    arms = ("--tasks", "A,B", "--arms", "none,none-client,time-slices,mps-low,mps-pace", "--gap", "0.3")
+    [plan] = planned(*arms).plans
+    assert [work.name for work in plan.works] == ["A", "B"]
+    assert plan.windows == 2 + 2 * 3 + 2
+    assert plan.engines == ("plain", "client")
+    sidecars = sum(3 * (work.pool + CONTEXT + SLACK) for work in plan.works)
+    shares = plan.share_of_gpu
+    assert sum(shares.values()) * 140 * GIB + sidecars + 2 * 3 * GIB < 140 * GIB
+    # What an engine takes is in its share: weights, the KV cache that it is given, activations.
+    assert needed_bytes("7B", 0) + kv_bytes("7B", 256, 128 + 768) + 4 * GIB < shares["client"] * 140 * GIB
+    assert len(planned(*arms, "--separate").plans) == 2
 
 
 def test_engines_that_do_not_fit_are_refused_before_anything_starts() -> None:
@@ -102,7 +120,7 @@ def test_who_is_a_client_with_a_mocked_gpu(tmp_path: Path, monkeypatch: pytest.M
     # Whether this version has the pace or not.
     monkeypatch.setattr(Work, "settings", lambda work, **more: original(work, **without_pace(more)))
     assert setting.engine_environment("plain")[PIPE_VARIABLE] == NO_PIPE_DIR
-    trainers = {arm.name: setting.trainer(arm) for arm in benchmark.plans[0].trainers}
+    trainers = {arm.name: setting.trainer(arm, benchmark.plans[0].works[0]) for arm in benchmark.plans[0].trainers}
     client = setting.engine_environment("client")
     assert client[PIPE_VARIABLE] == str(mps_folder("bench").pipe_dir)
     assert client[RUN_VARIABLE] == trainers["mps-pace"].run_id  # type: ignore[attr-defined]
@@ -118,14 +136,34 @@ def test_who_is_a_client_with_a_mocked_gpu(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_variables_of_an_mps_sidecar_by_arm(tmp_path: Path) -> None:
-    setting, _ = made(tmp_path)
+    setting, benchmark = made(tmp_path)
     found = {}
     for arm in ARMS:
-        placement = setting.placement(arm)
+        placement = setting.placement(arm, benchmark.plans[0].works[0])
         if placement is not None:
             env = placement.environment({}, mps_folder("bench"))
             found[arm.name] = (env[PRIORITY_VARIABLE], env.get("CUDA_LAUNCH_BLOCKING"))
     assert found == {"mps-plain": ("0", None), "mps-low": ("1", "1"), "mps-pace": ("1", "1")}
+
+
+def test_every_paced_sidecar_hears_the_one_engine(tmp_path: Path) -> None:
+    setting, benchmark = made(tmp_path)
+    first, second = (setting.trainer(BY_NAME["mps-pace"], benchmark.plans[0].works[0]) for _ in range(2))
+    assert isinstance(first, SidecarTrainer)
+    assert isinstance(second, SidecarTrainer)
+    for trainer in (first, second):
+        trainer.run_dir.mkdir()
+    assert setting.engine_environment("client")[RUN_VARIABLE] == first.run_id
+    said = LoadFile(first.run_dir, 0, ())
+    setting.engines_are_up()
+    said.write(7, 0, 1, 0)
+    reader = LoadReader(second.run_dir)
+    reader.find()
+    found = reader.read()
+    assert found is not None
+    assert found.running == 7
+    reader.close()
+    said.close()
 
 
 def test_sidecars_of_one_daemon_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -133,11 +171,12 @@ def test_sidecars_of_one_daemon_have_folders_of_their_own(tmp_path: Path) -> Non
     daemon = mps_folder("bench")
     daemon.make()
     (daemon.pipe_dir / "control").touch()
-    first, second = (setting.trainer(BY_NAME["mps-low"]) for _ in range(2))
+    work = benchmark.plans[0].works[0]
+    first, second = (setting.trainer(BY_NAME["mps-low"], work) for _ in range(2))
     for trainer in (first, second):
         trainer._place()  # type: ignore[attr-defined]
         folder = mps_folder(trainer.run_id)  # type: ignore[attr-defined]
-        assert GpuPlacement.load(folder).limit == benchmark.plans[0].work.pool + CONTEXT + SLACK
+        assert GpuPlacement.load(folder).limit == work.pool + CONTEXT + SLACK
         assert folder.pipe_dir.resolve() == daemon.pipe_dir.resolve()
         trainer.close()
         assert not folder.path.exists()
@@ -165,6 +204,23 @@ def test_a_version_without_a_pace_says_so() -> None:
 def test_one_gpu_has_no_second_one() -> None:
     _, left_out = choose(None, dataclasses.replace(EVERYTHING, gpus=1), tiny=False)
     assert left_out == {"own-gpu": "it needs a second GPU"}
+
+
+def test_the_pace_is_tuned_by_flags_and_variants_are_arms_beside_it(tmp_path: Path) -> None:
+    argv = ("--pace-set", "min_steps_per_batch=0", "--pace-variant", "gentle:margin=0.7,max_rollout_slowdown=0.02")
+    benchmark = planned("--arms", "mps-low,mps-pace", *argv)
+    [plan] = benchmark.plans
+    assert [arm.name for arm in plan.arms] == ["none", "mps-low", "mps-pace", "mps-pace@gentle"]
+    setting = Setting(plan, benchmark.options, tmp_path, benchmark.gpus)
+    trainers = {arm.name: setting.trainer(arm, plan.works[0]) for arm in plan.trainers}
+    found = {name: load_settings(trainer._record.settings) for name, trainer in trainers.items()}  # type: ignore[attr-defined]
+    assert [found[name].pace for name in found] == ["off", "on", "on"]
+    plain, gentle = found["mps-pace"], found["mps-pace@gentle"]
+    assert (plain.max_rollout_slowdown, plain.min_steps_per_batch, plain.pace_tuning.margin) == (0.03, 0, 0.9)
+    assert (gentle.max_rollout_slowdown, gentle.min_steps_per_batch, gentle.pace_tuning.margin) == (0.02, 0, 0.7)
+    assert find_arm("mps-pace@gentle") is BY_NAME["mps-pace"]
+    with pytest.raises(ConfigError, match="no setting of the pace 'margn=1'"):
+        planned("--pace-set", "margn=1")
 
 
 def test_arms_that_cannot_be_are_refused() -> None:

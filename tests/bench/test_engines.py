@@ -108,6 +108,7 @@ def vllm_engine(folder: Path) -> VllmEngine:
 def test_a_batch_with_a_mocked_vllm(mocked: MockedVllm, tmp_path: Path) -> None:
     engine = vllm_engine(tmp_path)
     assert mocked.made["gpu_memory_utilization"] == 0.41
+    assert mocked.made["kv_cache_memory_bytes"] > 256 * 1152 * 28 * 2 * 512 * 2
     assert json.loads((tmp_path / "model" / "config.json").read_text())["hidden_size"] == 3584
     found = engine.run({"seed": 1, "requests": [(0.0, 4, 5), (0.0, 4, 2)]})
     assert (found["tokens"], found["step_rows"], found["not_finite"]) == (7, [2, 2, 1, 1, 1], 0)

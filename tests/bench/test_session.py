@@ -37,8 +37,11 @@ class MadeUp:
     def __exit__(self, *_: object) -> None:
         self.log.append("out")
 
-    def trainer(self, arm: Any) -> MadeUp:
-        return MadeUp(self.log, arm.name, self.clock)
+    def trainer(self, arm: Any, work: Any) -> MadeUp:
+        return MadeUp(self.log, arm.name if work.name == "A" else f"{arm.name}/{work.name}", self.clock)
+
+    def engines_are_up(self) -> None:
+        self.log.append("up")
 
     def engine(self, name: str) -> MadeUp:
         self.log.append(f"start {name}")
@@ -90,19 +93,19 @@ class MadeUpClock:
         return self.now
 
 
-def plan_of(*argv: str) -> tuple[SessionPlan, Any]:
+def plan_of(*argv: str, tasks: str = "A") -> tuple[SessionPlan, Any]:
     options = flags.parse(["--tiny", "--dedicated-s", "0", "--gap", "0", *argv])
     flags.complete(options, vllm=False)
     arms, _ = choose(None, Here(), tiny=True)
-    return make_plan(WORKS["A"], arms, loads(options), options), options
+    return make_plan([WORKS[name] for name in tasks], arms, loads(options), options), options
 
 
 def session(
-    monkeypatch: pytest.MonkeyPatch, budget_s: float, *argv: str, breaks: bool = False
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, *argv: str, breaks: bool = False, tasks: str = "A"
 ) -> tuple[Session, list[str]]:
     clock, log = MadeUpClock(), []
     monkeypatch.setattr(time, "monotonic", clock)
-    plan, options = plan_of(*argv)
+    plan, options = plan_of(*argv, tasks=tasks)
     setting: Any = MadeUp(log, clock=clock)
     setting.breaks = breaks
     return Session(plan, options, setting, clock.now + budget_s, lambda _: None), log
@@ -110,9 +113,10 @@ def session(
 
 def test_everything_is_started_measured_and_ended_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     one, log = session(monkeypatch, 1e6, "--rounds", "3", "--batches", "1", "--engines", "2")
-    found = one.run()
-    assert log[:7] == [
-        "in", "start cpu-in-operator", "start sidecar-cpu", "start plain", "ready plain", "start second", "ready second"
+    [found] = one.run()
+    assert log[:8] == [
+        "in", "start cpu-in-operator", "start sidecar-cpu", "start plain", "start second", "ready plain",
+        "ready second", "up",
     ]  # fmt: skip
     assert (found["rounds"], found["cut"], len(found["windows"]), len(found["alone"])) == (3, "", 9, 3)
     trained = [w for w in found["windows"] if w["arm"] != "none"]
@@ -126,6 +130,28 @@ def test_everything_is_started_measured_and_ended_in_order(monkeypatch: pytest.M
     ]  # fmt: skip
     assert log.index("close second") < log.index("out")
     assert log[-1] == "out"
+
+
+def test_tasks_share_engines_and_the_windows_without_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, log = session(monkeypatch, 1e6, "--rounds", "2", "--batches", "1", tasks="AB")
+    first, second = one.run()
+    assert (first["task"], second["task"]) == ("A", "B")
+    assert log.count("start plain") == 1
+    for found in (first, second):
+        arms = [w["arm"] for w in found["windows"]]
+        assert sorted(arms) == ["cpu-in-operator"] * 2 + ["none"] * 2 + ["sidecar-cpu"] * 2
+        assert len(found["alone"]) == 2
+        assert len(found["closing"]) == 2
+    solos = [[w for w in found["windows"] if w["arm"] == "none"] for found in (first, second)]
+    assert solos[0] == solos[1]
+    # Two rounds of a window alone and two for each task; the rest warms up and closes.
+    assert log.count("batch plain") - 2 * 5 == 1 + 2 * 1
+
+
+def test_engines_may_start_while_trainers_still_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, log = session(monkeypatch, 1e6, "--rounds", "1", "--overlap")
+    one.run()
+    assert log.index("start plain") < log.index("start sidecar-cpu") < log.index("ready plain")
 
 
 def test_one_trainer_is_active_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +170,7 @@ def test_one_trainer_is_active_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_budget_ends_with_fewer_rounds_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # A round takes three windows of a second; after the second one a third would be too late.
     one, log = session(monkeypatch, 19.0, "--rounds", "5", "--batches", "1")
-    found = one.run()
+    [found] = one.run()
     assert 1 <= found["rounds"] < 5
     assert found["cut"] == f"the budget ended after {found['rounds']} of 5 rounds"
     assert len(found["windows"]) == 3 * found["rounds"]
@@ -154,7 +180,7 @@ def test_the_budget_ends_with_fewer_rounds_and_says_so(monkeypatch: pytest.Monke
 
 def test_a_round_that_the_budget_cuts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     one, log = session(monkeypatch, 2.5, "--rounds", "5", "--batches", "1")
-    found = one.run()
+    [found] = one.run()
     assert (found["rounds"], found["windows"]) == (0, [])
     assert "left out" in found["cut"]
     assert log[-1] == "out"
@@ -162,7 +188,7 @@ def test_a_round_that_the_budget_cuts_is_left_out(monkeypatch: pytest.MonkeyPatc
 
 def test_all_is_ended_when_an_engine_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     one, log = session(monkeypatch, 1e6, "--rounds", "9", breaks=True)
-    found = one.run()
+    [found] = one.run()
     # What was measured before is kept, the round that broke is not.
     assert found["failed"] == "RunError: the engine has ended"
     assert (found["rounds"], len(found["windows"])) == (1, 3)
@@ -177,7 +203,7 @@ def test_a_trainer_that_does_not_start_costs_its_arm_alone(monkeypatch: pytest.M
             raise RunError("no room")
 
     monkeypatch.setattr(MadeUp, "start", start)
-    found = one.run()
+    [found] = one.run()
     assert found["not_started"] == {"sidecar-cpu": "no room"}
     assert [w["arm"] for w in found["windows"]] == ["none", "cpu-in-operator"]
     assert found["dedicated"] == "cpu-in-operator"

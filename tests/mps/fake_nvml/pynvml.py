@@ -73,3 +73,7 @@ def nvmlDeviceGetComputeRunningProcesses(handle):
 
 def nvmlDeviceGetMPSComputeRunningProcesses(handle):
     return []
+
+
+def nvmlDeviceGetUtilizationRates(handle):
+    return SimpleNamespace(gpu=97, memory=40)

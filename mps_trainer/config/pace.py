@@ -1,0 +1,74 @@
+"""The settings of the pace: how the sidecar yields to the rollout. See docs/pace.md."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from mps_trainer.config.section import Section
+
+MIN_STEPS_PER_BATCH = 1
+
+PACE: Any = Field(
+    "auto",
+    description="train in the rollout's gaps and yield while it generates; auto: on where the sidecar shares the "
+    "engine's GPU through MPS, off elsewhere",
+)
+MAX_ROLLOUT_SLOWDOWN: Any = Field(
+    0.03, gt=0, lt=1, description="pace: how much longer the rollout may take because of the training, as a share"
+)
+MIN_STEPS: Any = Field(
+    MIN_STEPS_PER_BATCH,
+    ge=0,
+    description="pace: at least so many training steps for each batch, whatever they cost the rollout",
+)
+
+
+class PaceTuning(Section):
+    """The constants of the controller, in the open for experiments; `docs/pace.md` says what each does."""
+
+    margin: float = Field(0.9, gt=0, le=1, description="of max_rollout_slowdown so much is spent")
+    presumed: float = Field(0.25, gt=0, description="slowdown while training, presumed until it is measured")
+    fixed: float | None = Field(
+        None, gt=0, description="slowdown while training, taken for granted instead of measured: a fixed share of time"
+    )
+    window_iterations: int = Field(10, ge=1, description="length of a window, in iterations of the engine")
+    shortest_window: float = Field(0.06, gt=0, description="seconds of the shortest window")
+    longest_window: float = Field(0.5, gt=0, description="seconds of the longest window, unless two steps take longer")
+    debt: float = Field(10.0, ge=0, description="seconds of the rollout that a debt is held against training for")
+    probe_every: float = Field(20.0, ge=1, description="windows without a stop before one that only compares")
+    silent: float = Field(1.0, gt=0, description="seconds after which an engine that says nothing counts as idle")
+    owed_batches: int = Field(8, ge=1, description="batches whose steps may wait; older steps are skipped")
+
+
+TUNING: Any = Field(PaceTuning(), description="constants of the pace, for experiments (docs/pace.md)")
+
+
+class _Paced(Protocol):
+    @property
+    def pace(self) -> str: ...
+    @property
+    def min_steps_per_batch(self) -> int: ...
+    @property
+    def steps_per_batch(self) -> int: ...
+
+
+def is_paced(pace: str, mps: str) -> bool:
+    """Whether a run is paced.
+
+    Args:
+        pace: the setting.
+        mps: "on" or "off", as the plan resolved it.
+    """
+    return pace == "on" or (pace == "auto" and mps == "on")
+
+
+def check_pace(settings: _Paced, train: str) -> None:
+    """ValueError when the floor is above what falls due at all."""
+    floor = settings.min_steps_per_batch
+    if train == "steps" and floor > settings.steps_per_batch and floor != MIN_STEPS_PER_BATCH:
+        raise ValueError(
+            f"min_steps_per_batch is {floor}, but only steps_per_batch {settings.steps_per_batch} fall due with a "
+            "batch; lower the one or raise the other"
+        )

@@ -1,0 +1,1 @@
+"""The pace: when the sidecar trains beside a busy engine, and when it yields. See docs/pace.md."""

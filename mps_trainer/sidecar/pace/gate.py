@@ -1,0 +1,206 @@
+"""Between the steps of the sidecar and the controller: what is owed, the floor, and what is said of it.
+
+A step that is refused stays owed and the loop goes on with records, scores, metrics and checkpoints; its loss is
+told with the next batch. What is owed grows to the steps of `owed_batches`; the oldest beyond are skipped and
+counted.
+
+The floor of a batch is taken in the gap or wherever else the pace allows it; what is left of it when the next batch
+comes is taken at once, whatever it costs, and said when that happens batch after batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Protocol
+
+from mps_trainer.config import Settings
+from mps_trainer.config.pace import is_paced
+from mps_trainer.run import RunRecord, Status
+from mps_trainer.sidecar.learner import Learner
+from mps_trainer.sidecar.pace.controller import Controller
+from mps_trainer.sidecar.pace.source import Sight, Source, now
+
+_log = logging.getLogger(__name__)
+#: Of the last so many batches, so many that got their floor by force are a contradiction.
+_BATCHES, _TOO_MANY = 5, 3
+#: Steps before anything is said of how long one takes.
+_SOME_STEPS = 5
+
+
+class Pace(Protocol):
+    """What the loop asks."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether steps that are due may wait for the pace, and then records overtake them."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the steps of one more batch may be owed."""
+
+    def may_step(self) -> bool:
+        """Whether the next step may be taken now."""
+
+    def stepped(self, seconds: float) -> None:
+        """It was taken."""
+
+    def wait_s(self, otherwise: float) -> float:
+        """How long the loop may wait for a record before it asks again."""
+
+    def stop(self) -> None:
+        """The run ends: what is owed is taken without a pace."""
+
+    def describe(self, status: Status) -> None:
+        """Fill in what `status.json` says of the pace."""
+
+
+class NoPace:
+    """Every step at once, in the order that a run always has."""
+
+    defers = False
+    has_room = False
+
+    def may_step(self) -> bool:
+        """Yes."""
+        return True
+
+    def stepped(self, seconds: float) -> None:
+        """Nothing to learn."""
+
+    def wait_s(self, otherwise: float) -> float:
+        """As without a pace."""
+        return otherwise
+
+    def stop(self) -> None:
+        """Nothing to stop."""
+
+    def describe(self, status: Status) -> None:
+        """Nothing to say but what is owed."""
+
+
+class Gate:
+    """A pace by the controller.
+
+    Args:
+        source: where to look.
+        settings: of the run.
+    """
+
+    def __init__(self, source: Source, settings: Settings, learner: Learner) -> None:
+        self._source, self._settings, self._learner = source, settings, learner
+        self._controller = Controller(settings.max_rollout_slowdown, settings.pace_tuning)
+        self._batches = learner.counters.batches
+        self._due_before = learner.steps_due
+        self._most_per_batch = 1
+        self._floor = self._urgent = 0
+        self._forced = False
+        self._forced_batches: deque[bool] = deque(maxlen=_BATCHES)
+        self._last_step = -1e9
+        self._resting = self._stopped = False
+        self._sight = Sight("arrivals")
+        self._told: set[str] = set()
+
+    @property
+    def defers(self) -> bool:
+        """Until the end of the run."""
+        return not self._stopped
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a batch more would lead to no skipping."""
+        return self._learner.steps_due <= (self._settings.pace_tuning.owed_batches - 1) * self._most_per_batch
+
+    def may_step(self) -> bool:
+        """Whether the next step may be taken now; skips what is owed beyond the backlog."""
+        if self._stopped:
+            return True
+        moment = now()
+        self._sight = self._source.look(moment, self._last_step)
+        self._count_batches()
+        allowed = self._controller.may_step(moment, self._sight.load, busy=self._sight.busy)
+        if not allowed and self._urgent:
+            allowed = True
+            self._forced = self._forced or self._controller.in_debt
+        self._resting = not allowed
+        return allowed
+
+    def stepped(self, seconds: float) -> None:
+        """A step has been taken."""
+        self._last_step = now()
+        self._controller.stepped(seconds)
+        self._due_before = self._learner.steps_due
+        if self._urgent:
+            self._urgent -= 1
+        elif self._floor:
+            self._floor -= 1
+        self._speak()
+
+    def wait_s(self, otherwise: float) -> float:
+        """Short while steps wait for the pace; a record ends the wait sooner."""
+        if self._resting and (self._learner.steps_due or self._learner.may_train):
+            return min(otherwise or 1.0, self._controller.rest_s())
+        return otherwise
+
+    def stop(self) -> None:
+        """The run ends."""
+        self._stopped = True
+        self._source.close()
+
+    def describe(self, status: Status) -> None:
+        """As it is now."""
+        told = self._controller.tell()
+        status.pace_source = self._sight.source
+        status.pace_share = None if told.share is None else round(told.share, 4)
+        status.pace_slowdown = None if told.slowdown is None else round(told.slowdown, 4)
+        status.pace_note = " ".join(self._notes().values())
+
+    def _count_batches(self) -> None:
+        learner = self._learner
+        arrived = learner.counters.batches - self._batches
+        if arrived:
+            self._batches += arrived
+            self._most_per_batch = max(self._most_per_batch, -(-(learner.steps_due - self._due_before) // arrived))
+            self._forced_batches.append(self._forced)
+            self._forced = False
+            floor = self._settings.min_steps_per_batch * arrived
+            self._urgent += self._floor
+            self._floor = floor
+            if self._sight.source == "arrivals":
+                # A batch that has just come is the one sign of a gap that there is.
+                self._urgent, self._floor = self._urgent + floor, 0
+        too_many = learner.steps_due - self._settings.pace_tuning.owed_batches * self._most_per_batch
+        if too_many > 0:
+            learner.skip(too_many)
+        self._due_before = learner.steps_due
+        self._urgent = min(self._urgent, learner.steps_due)
+        self._floor = min(self._floor, learner.steps_due - self._urgent)
+
+    def _notes(self) -> dict[str, str]:
+        notes, told, step_s = {}, self._controller.tell(), self._controller.step_s
+        settings = self._settings
+        if sum(self._forced_batches) >= _TOO_MANY:
+            notes["floor"] = (
+                f"min_steps_per_batch {settings.min_steps_per_batch} costs the rollout more than max_rollout_slowdown "
+                f"{settings.max_rollout_slowdown:g}: the floor wins; lower the one or raise the other."
+            )
+        taken = self._learner.trainer.step
+        if told.slice_s is not None and step_s is not None and taken >= _SOME_STEPS and step_s > told.slice_s:
+            notes["slice"] = (
+                f"one step takes {1e3 * step_s:.0f} ms, longer than the {1e3 * told.slice_s:.0f} ms that fit beside "
+                "the rollout: lower batch_size."
+            )
+        return notes
+
+    def _speak(self) -> None:
+        for kind, note in self._notes().items():
+            if kind not in self._told:
+                self._told.add(kind)
+                _log.warning("pace: %s", note)
+
+
+def pace_for(record: RunRecord, settings: Settings, learner: Learner) -> Pace:
+    """As the settings ask for."""
+    if not is_paced(settings.pace, record.mps):
+        return NoPace()
+    return Gate(Source(record, settings.pace_tuning.silent), settings, learner)
