@@ -29,6 +29,8 @@ QWEN_7B = {
 }  # fmt: skip
 KV_HEADS, HEAD_SIZE, BLOCK_TOKENS = 4, 128, 16
 SEQUENCES, PROMPT_TOKENS, PROBE_TOKENS = 256, 128, 32
+#: "1": the engine says how busy it is, as one of a paced run does.
+STATISTICS_VARIABLE = "GPU_ENGINE_STATISTICS"
 Round = dict[str, Any]
 
 
@@ -49,12 +51,18 @@ def serve(folder: Path, utilization: float, max_tokens: int) -> None:
     import numpy as np
     from vllm import LLM, SamplingParams
 
+    from mps_trainer.vllm_plugin import stat_logger
+
     started, owner = time.monotonic(), os.getppid()
+    statistics = os.environ.get(STATISTICS_VARIABLE) == "1"
     llm = LLM(
         str(folder / "model"), skip_tokenizer_init=True, load_format="dummy", gpu_memory_utilization=utilization,
         max_model_len=1024, max_num_seqs=SEQUENCES, enable_prefix_caching=False,
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, disable_log_stats=not statistics,
     )  # fmt: skip
+    if statistics:
+        # vLLM loads stat loggers for its asynchronous engine only, which is Trinity's.
+        stat_logger.attach(llm.llm_engine)
     config = llm.llm_engine.vllm_config
     facts = {
         "seconds to ready": time.monotonic() - started, "utilization": config.cache_config.gpu_memory_utilization,

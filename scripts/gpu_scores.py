@@ -13,6 +13,7 @@ Needs vllm and this package installed. Exit status: 0 as wanted, 1 not.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from typing import Any
 import bench_scores
 import numpy as np
 from gpu_beside_vllm import ROUND_S, door, make_command
-from gpu_engine import Engine, flaws, rate
+from gpu_engine import STATISTICS_VARIABLE, Engine, flaws, rate
 from gpu_lab import DEVICE, ONLY_GPU, machine
 from gpu_real_run import membership, prepare_environment, status_of, wait_for, what_is_left
 from omegaconf import OmegaConf
@@ -63,6 +64,7 @@ data_processor:
           memory: 4GiB
           replay_capacity: 4096
           score_timeout: 60s
+          pace: {pace}
           ready_timeout: 60s
 """
 TARGET_MS = 150
@@ -104,7 +106,7 @@ def visit(record: RunRecord, pipe: str) -> list[str]:
 def join(work: Path, args: argparse.Namespace, record: RunRecord, said: str, found: dict[str, Any]) -> Engine:
     """The engine, started the way that `join` tells."""
     if args.join == "plugin":
-        env = {**os.environ, "MPS_TRAINER_RUN": record.run_id}
+        env = {**os.environ, "MPS_TRAINER_RUN": record.run_id, STATISTICS_VARIABLE: "1"}
         return Engine(work / "engine", args.utilization, env, layers=args.layers, max_tokens=96)
     printed = re.search(rf"export {PIPE_VARIABLE}=(\S+)", said)
     if printed is None:
@@ -120,7 +122,13 @@ def measure(work: Path, args: argparse.Namespace, found: dict[str, Any]) -> None
     placement = {"device": f"cuda:{ONLY_GPU or '0'}", "mps": "on"} if ON_GPU else {"device": "cpu", "mps": "off"}
     config.write_text(
         CONFIG.format(
-            work=work, tokens=args.tokens, where=args.score_where, join=args.join, wish=args.utilization, **placement
+            work=work,
+            tokens=args.tokens,
+            pace=args.pace,
+            where=args.score_where,
+            join=args.join,
+            wish=args.utilization,
+            **placement,
         )
     )
     engine: Engine | None = None
@@ -144,6 +152,7 @@ def measure(work: Path, args: argparse.Namespace, found: dict[str, Any]) -> None
         found["engine meanwhile"] = {"tokens/s": rate(rounds), **flaws(rounds, first["probe"])}
         status = status_of(record.run_dir)
         found["training steps meanwhile"] = status.version if status else 0
+        found["status"] = dataclasses.asdict(status) if status else {}
         if args.join == "env":
             found["visitor"] = visit(record, found["join: env"]["printed"].partition("=")[2])
         found["supervisor said"] = supervisor_lines(record, "engine")
@@ -189,6 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--join", choices=("plugin", "env"), default="plugin")
     parser.add_argument("--score-where", choices=("sidecar", "operator"), default="sidecar")
+    parser.add_argument("--pace", choices=("auto", "off"), default="auto", help="off: each step as soon as it is due")
     parser.add_argument("--utilization", type=float, default=0.95, help="the engine's wish")
     parser.add_argument("--layers", type=int, default=28, help="of the engine's model")
     parser.add_argument("--tokens", type=int, default=1152, help="of each response")
