@@ -55,8 +55,9 @@ data_processor:
   experience_pipeline:
     operators:
       - name: mps_trainer.operator.AuxTrainer
-        args: {{task: "gpu_poison:Poisoned", device: "{device}", mps: "{mps}", memory: {memory}, batch_size: 64,
-               min_experiences: 1, steps_per_batch: 4, pace: off, hang_timeout: {hang_s}s, ready_timeout: 60s}}
+        args: {{task: "gpu_poison:Poisoned", device: "{device}", mps: "{mps}", join: {join},
+               memory: {memory}, batch_size: 64, min_experiences: 1, steps_per_batch: 4, pace: off,
+               hang_timeout: {hang_s}s, ready_timeout: 60s}}
 """
 
 
@@ -271,8 +272,12 @@ def main() -> int:
         work = Path(name)
         os.environ["MPS_TRAINER_STATE_DIR"] = f"{name}/s"
         device, mps = ("cpu", "off") if args.rehearse else (f"cuda:{lab_gpus()[0].index}", "on")
+        # The victim knows nothing of the plugin: for `join: plugin` it would be a stranger, and end the run.
+        join = "plugin" if args.rehearse else "env"
         (work / "trinity.yaml").write_text(
-            CONFIG.format(name=work.name, work=work, device=device, mps=mps, memory=args.memory, hang_s=HANG_S)
+            CONFIG.format(
+                name=work.name, work=work, device=device, mps=mps, join=join, memory=args.memory, hang_s=HANG_S
+            )
         )
         try:
             facts = drill(work, args)

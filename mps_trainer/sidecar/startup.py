@@ -20,6 +20,7 @@ from mps_trainer.config import Settings
 from mps_trainer.errors import PlacementError, TaskError
 from mps_trainer.run import RunRecord
 from mps_trainer.sidecar.checkpoint import Checkpoint, load_newest, oldest_position, save_checkpoint
+from mps_trainer.sidecar.gpu.asking_width import AskingWidth
 from mps_trainer.sidecar.gpu.ring_memory import RingMemory, ring_for
 from mps_trainer.sidecar.gpu.shared import SharedGpu
 from mps_trainer.sidecar.gpu.staging import staging_for
@@ -145,7 +146,13 @@ def build_learning(
     phases.lap("model")
     begin = time.monotonic()
     if shared is not None:
-        seconds = shared.secure(lambda: trainer.dry_step(prepared.worst)).step_ms / 1e3
+        width = AskingWidth(trainer, columns)
+
+        def worst_step() -> None:
+            trainer.dry_step(prepared.worst)
+            width.settle()
+
+        seconds = shared.secure(worst_step).step_ms / 1e3
         compared = check_task_step(trainer, prepared.worst, shared.placement.share_percent)
         _log.info("the task's own step against float32: %s", compared)
         phases.lap("task numerics")

@@ -32,7 +32,7 @@ class Trainer:
 
     Args:
         task: the user's.
-        batch_size: the most experiences in one pass through the model; more are split, never a larger allocation.
+        batch_size: the most experiences in one pass through the model, more are split; `rows_asked` is that of scoring.
         seed: of torch, numpy and Python, set just before the model is built.
         device: where the model lives.
         to_batch: how a packed batch gets there; None for a plain copy.
@@ -59,6 +59,8 @@ class Trainer:
         self.task = task
         self.device = torch.device(device)
         self.batch_size = batch_size
+        #: In one pass of `score` and `evaluate`; more than `batch_size` where that is known to fit.
+        self.rows_asked = batch_size
         self._to_batch = to_batch or (lambda packed: TaskBatch.from_packed(packed, self.device))
         self._schedule = schedule or ScheduleSettings()
         self.by_experience = by_experience
@@ -103,7 +105,7 @@ class Trainer:
     def score(self, packed: PackedBatch) -> Array:
         """(n,) float32: one score for each experience. TaskError when the shape is wrong or one is not finite."""
         scores = np.empty(packed.num_rows, np.float32)
-        for start, part in parts_of(packed, self.batch_size):
+        for start, part in parts_of(packed, self.rows_asked):
             self.on_part()
             with self._asking(), self._users_code("score", part):
                 found = self.task.score(self.model, self._to_batch(part))
@@ -120,7 +122,7 @@ class Trainer:
     def evaluate(self, packed: PackedBatch) -> tuple[Array, Array] | None:
         """What the model predicts of (n,) experiences and what came true, or None when the task has no such pair."""
         predicted, came_true = [], []
-        for _, part in parts_of(packed, self.batch_size):
+        for _, part in parts_of(packed, self.rows_asked):
             self.on_part()
             with self._asking(), self._users_code("predictions", part):
                 pair = self.task.predictions(self.model, self._to_batch(part))

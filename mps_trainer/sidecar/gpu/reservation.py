@@ -28,6 +28,8 @@ _SMALL_TENSOR = MIB
 _LARGE_ANCHOR = 2 * MIB
 _SMALL_ANCHOR = 512
 SMALL_POOL = 64 * MIB
+#: What later batches may need beyond what the worst-case step held of small tensors.
+_SMALL_MORE = 1.25
 # For what CUDA itself still takes after the dry step (kernels loaded late), inside the limit.
 SLACK = 128 * MIB
 _PROBE_STEP = 64 * MIB
@@ -58,13 +60,15 @@ class Reservation:
         self._anchors = anchors
 
     @classmethod
-    def take(cls, device: torch.device, pool_bytes: int, limit_bytes: int = 0) -> Reservation:
+    def take(cls, device: torch.device, pool_bytes: int, limit_bytes: int = 0, small_bytes: int = 0) -> Reservation:
         """Fill the pool, cap it, and prove the limit by trying to exceed it.
 
         Args:
             device: the CUDA device; its context exists already.
             pool_bytes: what tensors may take; what PyTorch holds already counts.
             limit_bytes: the MPS limit of this process; 0 without MPS, then nothing but PyTorch's cap is claimed.
+            small_bytes: what the dry step held in segments of small tensors; adapters and their optimizer take
+                hundreds of MiB there, which the large segment cannot give.
 
         Raises:
             PlacementError: the limit was dropped by MPS, does not hold, or has no room for the pool.
@@ -73,7 +77,7 @@ class Reservation:
         if limit_bytes:
             _check_limit_is_there(limit_bytes)
         torch.cuda.empty_cache()
-        anchors = _fill(device, pool_bytes)
+        anchors = _fill(device, pool_bytes, max(SMALL_POOL, int(_SMALL_MORE * small_bytes)))
         held = torch.cuda.memory_reserved(device)
         torch.cuda.set_per_process_memory_fraction(min(1.0, held / total), device)
         refused = _prove(limit_bytes) if limit_bytes else 0
@@ -101,10 +105,15 @@ def _check_limit_is_there(limit_bytes: int) -> None:
         )
 
 
-def _fill(device: torch.device, pool_bytes: int) -> list[Tensor]:
+def small_peak(device: torch.device) -> int:
+    """The most bytes that PyTorch held in segments of small tensors since the peaks were reset."""
+    return int(torch.cuda.memory_stats(device).get("reserved_bytes.small_pool.peak", 0))
+
+
+def _fill(device: torch.device, pool_bytes: int, small_bytes: int) -> list[Tensor]:
     anchors: list[Tensor] = []
     try:
-        small = [_bytes(_SMALL_TENSOR, device) for _ in range(SMALL_POOL // _SMALL_TENSOR)]
+        small = [_bytes(_SMALL_TENSOR, device) for _ in range(small_bytes // _SMALL_SEGMENT * 2)]
         # Two tensors fill a segment. The first of each pair gives way to an anchor and a filler: without the filler
         # the allocator would put the next anchor into the same gap, and its own segment would have none.
         for i in range(0, len(small), 2):

@@ -19,7 +19,7 @@ from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.placement import GpuPlacement
 from mps_trainer.sidecar.gpu.numerics import NumericsReport, check_numerics
-from mps_trainer.sidecar.gpu.reservation import MIB, Reservation
+from mps_trainer.sidecar.gpu.reservation import MIB, Reservation, small_peak
 
 log = logging.getLogger(__name__)
 
@@ -99,17 +99,18 @@ class SharedGpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         worst_step()
-        peak = torch.cuda.max_memory_reserved(self.device)
+        peak, small = torch.cuda.max_memory_reserved(self.device), small_peak(self.device)
         if peak > self.placement.pool:
             raise self._too_small(peak)
         self._lap("dry step")
-        self.reservation = Reservation.take(self.device, self.placement.pool, self.placement.limit)
+        self.reservation = Reservation.take(self.device, self.placement.pool, self.placement.limit, small)
         started = time.perf_counter()
         try:
             worst_step()
         except TaskError as error:
             if "out of memory" in str(error):
-                raise self._too_small(peak + self.placement.pool // 4) from error
+                # It fits, but not into the segments of a pool that never changes.
+                raise self._too_small(max(peak, self.placement.pool) * 5 // 4) from error
             raise
         torch.cuda.synchronize(self.device)
         self._lap("reservation")

@@ -1,0 +1,75 @@
+"""How many experiences are scored in one pass through the model, on a shared GPU.
+
+Beside an engine that computes prompts a kernel of ours waits for one of the engine's to end, half a millisecond or more
+on an H200 (`docs/results/scores.md`). The time to scores is then the number of kernels, not their work: one pass over
+1,024 experiences instead of four over 256 takes a quarter of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from mps_trainer.columns import Column
+from mps_trainer.errors import TaskError
+from mps_trainer.sidecar.gpu.faults import is_gpu_fault
+from mps_trainer.sidecar.trainer import Trainer
+from mps_trainer.sidecar.worst_case import worst_case_batch
+
+#: Passes of `batch_size` in a wide one.
+TIMES = 4
+#: A pass that takes longer is bound by its work: fewer kernels would not help.
+_QUICK_S = 0.05
+
+
+class AskingWidth:
+    """Finds the width after the first dry step, and proves it in the second one, which is in the reservation."""
+
+    def __init__(self, trainer: Trainer, columns: Sequence[Column]) -> None:
+        self._trainer = trainer
+        self._columns = columns
+        self._is_found = False
+
+    def settle(self) -> None:
+        """Call after each dry step. Sets `rows_asked` where a wide pass is quick and takes no more memory than it.
+
+        Raises:
+            TaskError: the GPU's context broke, or a width that was found has no room in the reservation.
+        """
+        if not self._is_found:
+            self._is_found = True
+            if not self._is_quick():
+                return
+            before = torch.cuda.max_memory_allocated(self._trainer.device)
+            try:
+                self._ask(TIMES * self._trainer.batch_size)
+            except TaskError as error:
+                if is_gpu_fault(error):
+                    raise
+                self._stay_narrow()
+            else:
+                if torch.cuda.max_memory_allocated(self._trainer.device) > before:
+                    self._stay_narrow()
+        elif self._trainer.rows_asked > self._trainer.batch_size:
+            self._ask(self._trainer.rows_asked)
+
+    def _is_quick(self) -> bool:
+        started = time.perf_counter()
+        self._trainer.score(worst_case_batch(self._columns, self._trainer.batch_size))
+        return time.perf_counter() - started < _QUICK_S
+
+    def _ask(self, rows: int) -> None:
+        self._trainer.rows_asked = rows
+        worst = worst_case_batch(self._columns, rows)
+        self._trainer.score(worst)
+        self._trainer.evaluate(worst)
+        self._trainer.metrics()
+
+    def _stay_narrow(self) -> None:
+        self._trainer.rows_asked = self._trainer.batch_size
+        # What the attempt took must not count as the need of the step.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._trainer.device)
+        self._trainer.dry_step(worst_case_batch(self._columns, self._trainer.batch_size))
