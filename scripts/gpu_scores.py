@@ -38,6 +38,7 @@ from omegaconf import OmegaConf
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.mps.environment import PIPE_VARIABLE, without_mps
+from mps_trainer.report.series import batch_lines
 from mps_trainer.run import RunRecord, live_runs
 
 CONFIG = """\
@@ -81,6 +82,16 @@ def percentiles(rounds: list[list[tuple[float, dict[str, float], float]]]) -> di
         "max, ms": float(every.max()), "p99 by round, ms": [float(np.percentile(found, 99)) for found in taken],
         "median age of a score, s": float(np.median([age for found in rounds for _, _, age in found])),
     }  # fmt: skip
+
+
+def own_times(record: RunRecord) -> dict[str, list[float]]:
+    """Of the sidecar's batches: milliseconds of scoring and of a training step, half and 99 % are under."""
+    lines = batch_lines(Path(record.run_dir))
+    found = {}
+    for key in ("score_ms", "step_ms"):
+        values = [line[key] for line in lines if line.get(key) is not None]
+        found[f"{key}, p50 and p99"] = [float(np.percentile(values, q)) for q in (50, 99)] if values else []
+    return found
 
 
 def supervisor_lines(record: RunRecord, words: str) -> list[str]:
@@ -144,7 +155,7 @@ def measure(work: Path, args: argparse.Namespace, found: dict[str, Any]) -> None
         first = engine.wait_rounds(engine.rounds()[0]["probe end"], 1, ROUND_S)[0]
         begin = time.monotonic()
         run_file = Path(os.environ["MPS_TRAINER_STATE_DIR"]) / "runs" / f"{record.run_id}.json"
-        options = SimpleNamespace(**vars(args), experiences=768, warmup=10, pause=0)
+        options = SimpleNamespace(**vars(args), experiences=768, warmup=10)
         exchange: Any = bench_scores.measure
         found["scores"] = percentiles(exchange(run_file, options))
         end = time.monotonic()
@@ -152,6 +163,7 @@ def measure(work: Path, args: argparse.Namespace, found: dict[str, Any]) -> None
         found["engine meanwhile"] = {"tokens/s": rate(rounds), **flaws(rounds, first["probe"])}
         status = status_of(record.run_dir)
         found["training steps meanwhile"] = status.version if status else 0
+        found["the sidecar's own"] = own_times(record)
         found["status"] = dataclasses.asdict(status) if status else {}
         if args.join == "env":
             found["visitor"] = visit(record, found["join: env"]["printed"].partition("=")[2])
@@ -204,6 +216,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1152, help="of each response")
     parser.add_argument("--batches", type=int, default=100, help="in a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--pause", type=float, default=0, help="milliseconds between two batches; a rollout takes longer"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -116,6 +116,7 @@ def _json(text: str) -> dict[str, Any]:
 
 def _print_report(task: str, report: CheckReport, batch_size: int) -> None:
     from mps_trainer.workbench.check import SCORED, describe_column
+    from mps_trainer.workbench.operations import BESIDE_ENGINE_MS
 
     trial = report.trial
     rows = [("task", f"{task} on {report.device}, outside MPS")]
@@ -132,6 +133,14 @@ def _print_report(task: str, report: CheckReport, batch_size: int) -> None:
     )
     rows += _learning(report, batch_size)
     rows.append(("score", f"{SCORED} experiences in {report.score_ms:.1f} ms"))
+    beside = report.step_operations * BESIDE_ENGINE_MS / 1e3
+    rows.append(
+        (
+            "operations",
+            f"{report.step_operations:,} in a step (about {beside:.2g} s beside a busy engine, however small they "
+            f"are), {report.score_operations:,} in a scoring pass",
+        )
+    )
     if trial.longest_kernel:
         rows.append(("kernel", f"the longest takes {trial.longest_kernel_ms:.2f} ms"))
     what = "reserved by PyTorch on the GPU" if report.device != "cpu" else "growth of this process on the CPU"

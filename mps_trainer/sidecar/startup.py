@@ -146,7 +146,8 @@ def build_learning(
     phases.lap("model")
     begin = time.monotonic()
     if shared is not None:
-        width = AskingWidth(trainer, columns)
+        # Half of it, so that training's own needs still find their segments in the rest.
+        width = AskingWidth(trainer, columns, shared.placement.pool // 2)
 
         def worst_step() -> None:
             trainer.dry_step(prepared.worst)

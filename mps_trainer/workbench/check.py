@@ -31,6 +31,7 @@ from mps_trainer.sidecar.worst_case import worst_case_batch
 from mps_trainer.tasks import load_task, wire_columns
 from mps_trainer.workbench.columns_check import Extraction, check_sources, extract
 from mps_trainer.workbench.learning import Learnt, learn_from
+from mps_trainer.workbench.operations import count_operations
 
 #: As many experiences as a batch of GRPO with 48 tasks of 16 runs; the latency that the docs speak of.
 SCORED = 768
@@ -62,6 +63,7 @@ class CheckReport:
 
     Attributes:
         score_ms: for `SCORED` experiences.
+        step_operations, score_operations: launched by a training step and by a scoring pass of a worst batch.
         learnt: None without a recording.
         memory: bytes to ask for in the YAML.
         warnings: what is no failure, and what the user should know.
@@ -71,6 +73,8 @@ class CheckReport:
     columns: tuple[Column, ...]
     trial: TrialReport
     score_ms: float = 0.0
+    step_operations: int = 0
+    score_operations: int = 0
     recording: Recording | None = None
     extraction: Extraction | None = None
     learnt: Learnt | None = None
@@ -141,6 +145,10 @@ def _check(options: CheckOptions, device: str, tell: Tell) -> CheckReport:
         scored = report.extraction.pack(columns, np.arange(SCORED) % report.extraction.size)
     tell(f"scoring {SCORED} experiences")
     report.score_ms = _time_scores(trainer, scored)
+    worst = worst_case_batch(columns, options.batch_size)
+    tell("counting operations")
+    report.score_operations = count_operations(lambda: trainer.score(worst))
+    report.step_operations = count_operations(lambda: trainer.train_step(worst))
     return report
 
 

@@ -48,12 +48,12 @@ class StandInTrainer:
 
 @pytest.fixture
 def settle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    def settled(trainer: Any) -> AskingWidth:
+    def settled(trainer: Any, room: int = 0) -> AskingWidth:
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: trainer.peak)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(trainer, "peak", 0))
         trainer.peak = 100
-        width = AskingWidth(trainer, COLUMNS)
+        width = AskingWidth(trainer, COLUMNS, room)
         width.settle()
         return width
 
@@ -67,6 +67,13 @@ def test_scoring_is_wide_where_it_takes_less_than_a_step_with_a_mocked_driver(se
     trainer.asked.clear()
     width.settle()
     assert trainer.asked == [32, 32], "the width is proven in the reservation"
+
+
+def test_scoring_is_wide_where_the_reservation_has_room_with_a_mocked_driver(settle: Any) -> None:
+    trainer = StandInTrainer(bytes_of_a_row=4)
+    settle(trainer, room=128)
+    assert trainer.rows_asked == TIMES * 8
+    assert trainer.steps == 0
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """How many experiences are scored in one pass through the model, on a shared GPU.
 
-Beside an engine that computes prompts a kernel of ours waits for one of the engine's to end, half a millisecond or more
-on an H200 (`docs/results/scores.md`). The time to scores is then the number of kernels, not their work: one pass over
-1,024 experiences instead of four over 256 takes a quarter of it.
+Beside an engine that computes prompts a kernel of ours waits for the engine's, a quarter of a millisecond or more on an
+H200 (`docs/results/gpu_stream_priority.md`). The time to scores is then the number of kernels, not their work: one pass
+over 1,024 experiences has a quarter of the kernels of four over 256.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from mps_trainer.sidecar.gpu.faults import is_gpu_fault
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.sidecar.worst_case import worst_case_batch
 
+_log = logging.getLogger(__name__)
 #: Passes of `batch_size` in a wide one.
 TIMES = 4
 #: A pass that takes longer is bound by its work: fewer kernels would not help.
@@ -25,15 +27,20 @@ _QUICK_S = 0.05
 
 
 class AskingWidth:
-    """Finds the width after the first dry step, and proves it in the second one, which is in the reservation."""
+    """Finds the width after the first dry step, and proves it in the second one, which is in the reservation.
 
-    def __init__(self, trainer: Trainer, columns: Sequence[Column]) -> None:
+    Args:
+        room: bytes that a wide pass may take even where a training step takes less.
+    """
+
+    def __init__(self, trainer: Trainer, columns: Sequence[Column], room: int) -> None:
         self._trainer = trainer
         self._columns = columns
+        self._room = room
         self._is_found = False
 
     def settle(self) -> None:
-        """Call after each dry step. Sets `rows_asked` where a wide pass is quick and takes no more memory than it.
+        """Call after each dry step. Sets `rows_asked` where a pass is quick and a wide one has room.
 
         Raises:
             TaskError: the GPU's context broke, or a width that was found has no room in the reservation.
@@ -42,7 +49,7 @@ class AskingWidth:
             self._is_found = True
             if not self._is_quick():
                 return
-            before = torch.cuda.max_memory_allocated(self._trainer.device)
+            most = max(self._room, torch.cuda.max_memory_allocated(self._trainer.device))
             try:
                 self._ask(TIMES * self._trainer.batch_size)
             except TaskError as error:
@@ -50,8 +57,9 @@ class AskingWidth:
                     raise
                 self._stay_narrow()
             else:
-                if torch.cuda.max_memory_allocated(self._trainer.device) > before:
+                if torch.cuda.max_memory_allocated(self._trainer.device) > most:
                     self._stay_narrow()
+            _log.info("scores are given for up to %d experiences in one pass", self._trainer.rows_asked)
         elif self._trainer.rows_asked > self._trainer.batch_size:
             self._ask(self._trainer.rows_asked)
 

@@ -30,8 +30,6 @@ _SMALL_ANCHOR = 512
 SMALL_POOL = 64 * MIB
 #: What later batches may need beyond what the worst-case step held of small tensors.
 _SMALL_MORE = 1.25
-# For what CUDA itself still takes after the dry step (kernels loaded late), inside the limit.
-SLACK = 128 * MIB
 _PROBE_STEP = 64 * MIB
 
 

@@ -18,6 +18,7 @@ from mps_trainer.errors import PlacementError, TaskError
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.placement import GpuPlacement
+from mps_trainer.sidecar.gpu.driver import memory_info
 from mps_trainer.sidecar.gpu.numerics import NumericsReport, check_numerics
 from mps_trainer.sidecar.gpu.reservation import MIB, Reservation, small_peak
 
@@ -131,6 +132,7 @@ class SharedGpu:
             "MPS client of %s: %d MiB taken (worst step %d MiB), %d products right, step %.1f ms",
             proof.gpu_uuid, proof.pool // MIB, peak // MIB, proof.numerics.cases, proof.step_ms,
         )  # fmt: skip
+        log.info("%d MiB of the limit are left for kernels that CUDA loads later", memory_info()[0] // MIB)
         return proof
 
     def _too_small(self, need: int) -> PlacementError:
