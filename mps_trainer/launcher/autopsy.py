@@ -4,7 +4,6 @@
     a crash of its own (SIGSEGV, SIGABRT, ...), a fault of the GPU    set aside
     a hang (`watchdog.py`), an exit code that is none of ours         set aside
     SIGKILL or SIGTERM from outside, the OOM killer, an error of ours set aside the second time
-    a fault of the GPU that another process caused                    not to blame
     seemed to hang, and went on when it was asked to end              not to blame: it was slow
 
 Only one record, or the experiences of one training step, are ever in work.
@@ -42,16 +41,13 @@ class Autopsy:
         found = read_doing(self._run_dir)
         return "" if found is None else str(found)
 
-    def judge(
-        self, code: int, *, hung: Doing | None = None, only_slow: bool = False, others_fault: bool = False
-    ) -> str:
+    def judge(self, code: int, *, hung: Doing | None = None, only_slow: bool = False) -> str:
         """Decide on the experiences that were in work; what to add to the message about the death.
 
         Args:
             code: as subprocess gives it.
             hung: what it was doing when the supervisor began to end it, because it had hung.
             only_slow: it went on after that.
-            others_fault: another process broke the GPU.
         """
         found = hung or read_doing(self._run_dir)
         forget_doing(self._run_dir)
@@ -62,8 +58,6 @@ class Autopsy:
             return ""
         if found.subject is None or found.stage not in WITH_EXPERIENCES:
             return f"; it was {found}"
-        if others_fault:
-            return f"; it was {found}, which is not to blame"
         at_once = hung is not None or code in _OWN_CRASHES or (code > 0 and code != exit_codes.CRASHED)
         cause = self._cause(code) if hung is None else "it hung"
         verdict = self._count(found, found.subject, cause, at_once)

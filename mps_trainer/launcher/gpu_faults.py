@@ -1,4 +1,9 @@
-"""Who broke the GPU: what the MPS server has logged of fatal errors, after a sidecar's death."""
+"""What the MPS server has logged of fatal GPU errors, after a sidecar's death.
+
+The server names a client. That this is the one that did it is not known (`scripts/gpu_culprit.py` asks), so its word is
+passed on and excuses nobody: a batch that is set aside for another's fault costs its experiences, one that is not set
+aside for its own kills the next engine.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +20,14 @@ _POLL_S = 0.05
 
 
 class GpuFaults:
-    """Reads the server's log once a death.
-
-    Attributes:
-        by_others: the sidecar that ended last was torn down for a fatal GPU error that another process caused.
-    """
+    """Reads the server's log once a death."""
 
     def __init__(self, daemon: MpsDaemon) -> None:
-        self.by_others = False
         self._daemon = daemon
         self._told = 0
 
     def after_death(self, pid: int, doing: str = "", *, saw_fault: bool = False) -> str:
-        """Name who broke the GPU since the last death, in the log and for the run's status; "" when nobody did.
+        """Whom the server has named since the last death, in the log and for the run's status; "" when nobody.
 
         Args:
             pid: of the sidecar that has ended.
@@ -41,15 +41,12 @@ class GpuFaults:
             time.sleep(_POLL_S)
             faults = self._new()
         self._told += len(faults)
-        # A fault that tore down other clients only, such as an engine's before this life, excuses nothing.
-        ours = [fault for fault in faults if _concerns(fault, pid)]
-        self.by_others = bool(ours) and all(fault.pid != pid for fault in ours)
         told = ""
         for fault in faults:
             who = f"process {fault.pid}"
             if fault.pid == pid:
                 who += f" (the sidecar{', ' if doing else ''}{doing})"
-            log.error("fatal GPU error caused by %s; it ended the clients %s", who, fault.torn_down)
+            log.error("fatal GPU error: the MPS server names %s; it ended the clients %s", who, fault.torn_down)
             told += f"; the MPS server names {who} for a fatal GPU error"
         return told
 

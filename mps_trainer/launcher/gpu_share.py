@@ -175,14 +175,9 @@ class GpuShare:
             self._guard.notify_all()
 
     def sidecar_has_ended(self, pid: int, doing: str = "", *, saw_fault: bool = False) -> str:
-        """Tell engines that the sidecar is gone; who broke the GPU, if somebody did: as `GpuFaults.after_death`."""
+        """Tell engines that the sidecar is gone; whom the server names for a GPU error: as `GpuFaults.after_death`."""
         self.sidecar_is_gone("it has ended", for_good=False)
         return self._faults.after_death(pid, doing, saw_fault=saw_fault)
-
-    @property
-    def others_fault(self) -> bool:
-        """Whether the sidecar that ended last fell to a fatal GPU error that another process caused."""
-        return self._faults.by_others
 
     @property
     def is_occupied(self) -> bool:

@@ -103,9 +103,8 @@ class Supervisor:
             if self._share is not None:
                 saw_fault = code == exit_codes.GPU_FAULT
                 problem += self._share.sidecar_has_ended(sidecar.pid, self._autopsy.doing(), saw_fault=saw_fault)
-            others_fault = self._share is not None and self._share.others_fault
             hung, only_slow = self._watchdog.found, self._watchdog.was_only_slow
-            problem += self._autopsy.judge(code, hung=hung, only_slow=only_slow, others_fault=others_fault)
+            problem += self._autopsy.judge(code, hung=hung, only_slow=only_slow)
             log.info("sidecar %d ended: %s", sidecar.pid, problem)
             if code == exit_codes.OK:
                 return self._judge_success(sidecar)

@@ -89,9 +89,9 @@ def test_no_experience_is_blamed_for_what_happens_without_any(tmp_path: Path, st
     assert load_verdicts(tmp_path) == []
 
 
-def test_what_another_process_did_to_the_gpu_is_not_blamed_on_experiences(tmp_path: Path) -> None:
-    die(tmp_path)
-    assert "not to blame" in Autopsy(tmp_path).judge(exit_codes.GPU_FAULT, others_fault=True)
+def test_a_gpu_fault_while_nothing_was_in_work_is_nobodys_batch(tmp_path: Path) -> None:
+    die(tmp_path, Stage.WAITING)
+    assert Autopsy(tmp_path).judge(exit_codes.GPU_FAULT) == "; it was waiting for records"
     assert load_verdicts(tmp_path) == []
 
 
