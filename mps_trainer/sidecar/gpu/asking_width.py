@@ -22,8 +22,8 @@ from mps_trainer.sidecar.worst_case import worst_case_batch
 _log = logging.getLogger(__name__)
 #: Passes of `batch_size` in a wide one.
 TIMES = 4
-#: A pass that takes longer is bound by its work: fewer kernels would not help.
-_QUICK_S = 0.05
+#: A pass that takes longer is bound by its work, also beside an engine: fewer kernels would not help.
+_QUICK_S = 0.5
 
 
 class AskingWidth:
