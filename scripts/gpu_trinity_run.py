@@ -25,6 +25,8 @@ from typing import Any
 
 from gpu_lab import machine
 
+from mps_trainer.bench.load import write_trace
+from mps_trainer.bench.recorded import read_requests, to_load
 from mps_trainer.config.units import parse_size
 from mps_trainer.errors import PlacementError
 from mps_trainer.mps.control import MpsDaemon
@@ -42,7 +44,7 @@ checkpoint_root_dir: {work}/checkpoints
 continue_from_checkpoint: false
 cluster: {{node_num: 1, gpu_per_node: 1}}
 algorithm: {{algorithm_type: grpo, repeat_times: 16}}
-model: {{model_path: {work}/tiny, max_model_len: 256, max_prompt_tokens: 128, max_response_tokens: 48}}
+model: {{model_path: {work}/tiny, max_model_len: {length}, max_prompt_tokens: 128, max_response_tokens: {response}}}
 buffer:
   batch_size: 16
   total_steps: {steps}
@@ -171,6 +173,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--memory", default="4GiB")
+    parser.add_argument("--response-tokens", type=int, default=48, help="the longest response")
+    parser.add_argument("--record-load", type=Path, help="a trace of the engine's requests, for `mps-trainer bench`")
     parser.add_argument("--limit-s", type=float, default=420)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -180,6 +184,9 @@ def main() -> int:
         os.environ.setdefault("MPS_TRAINER_STATE_DIR", f"{name}/s")
         build_model(work)
         words = {"name": work.name, "work": work, "steps": args.steps, "example": EXAMPLE, "memory": args.memory}
+        words |= {"response": args.response_tokens, "length": args.response_tokens + 208}
+        if args.record_load:
+            os.environ["MPS_TRAINER_RECORD_LOAD"] = f"{work}/load"
         (work / "trinity.yaml").write_text(CONFIG.format(**words))
         try:
             found = run(work, args.limit_s)
@@ -193,6 +200,8 @@ def main() -> int:
                 logs = [work / "console.log", *work.glob("checkpoints/**/s*.log")]
                 text = "\n".join(f"== {p.name}\n{p.read_text(errors='replace')[-40000:]}" for p in logs if p.exists())
                 args.out.with_suffix(".log").write_text(text)
+            if args.record_load and (files := sorted(work.glob("load/*.jsonl"))):
+                write_trace(to_load(read_requests(files[:1]), args.record_load.name), args.record_load)
         print(json.dumps(found, indent=1))
     aucs = [auc for auc in found["auc by batch"] if auc is not None]
     used = found["sidecar memory, bytes, over its steady seconds"]
