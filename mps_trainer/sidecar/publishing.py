@@ -68,7 +68,7 @@ class Publisher(Snapshots):
         try:
             self._writer.publish(weights_bytes(trainer.model), version=trainer.step, trained_ns=trainer.trained_ns)
             self.trained_ns, self._said = trainer.trained_ns, False
-        except TransportError as error:
+        except (TransportError, OSError) as error:
             if not self._said:
                 _log.warning("the weights of step %d were not published: %s", trainer.step, error)
             self._said = True

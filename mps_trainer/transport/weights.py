@@ -80,11 +80,13 @@ class WeightsWriter:
         Args:
             tensors: the bytes of each entry, one-dimensional; taken one by one.
 
-        Raises TransportError when the file was removed and cannot be made again, ValueError when the tensors are not
+        Raises TransportError when the file was removed or damaged and cannot be made again, ValueError when the tensors are not
         those of the entries. Whatever is raised, the snapshot before stays.
         """
-        if weights_file.is_unlinked(self._file):
-            # A logout with RemoveIPC, or a hand: nobody could find what is written there.
+        if not self._is_whole():
+            # A logout with RemoveIPC, or a hand: nobody could find, or believe, what is written there.
+            if not weights_file.is_unlinked(self._file):
+                weights_file.unlink(self._run_id)
             file, header = self._make()
             self._file.close()
             self._number, self._file, self._header = 0, file, header
@@ -105,6 +107,14 @@ class WeightsWriter:
     def close(self) -> None:
         """Leave the file to readers and to a successor. Idempotent."""
         self._file.close()
+
+    def _is_whole(self) -> bool:
+        if weights_file.is_unlinked(self._file):
+            return False
+        try:
+            return weights_file.read_weights_header(self._file, self._run_id) == self._header
+        except TransportError:
+            return False
 
     def _adopt(self) -> tuple[LockFile, WeightsHeader] | None:
         try:

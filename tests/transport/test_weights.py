@@ -115,6 +115,23 @@ def test_a_removed_file_is_made_again(ends, run_id):
     assert_is(reader.look(), 2)
 
 
+@pytest.mark.parametrize("size", [0, 100, None])
+def test_a_file_that_was_cut_or_overwritten_is_made_again(ends, run_id, size):
+    writer, reader = ends
+    publish(writer, 1)
+    assert_is(reader.look(), 1)
+    if size is None:
+        with file_of(run_id).open("r+b") as file:
+            file.write(b"garbage " * 16)
+    else:
+        os.truncate(file_of(run_id), size)
+    publish(writer, 2)
+    assert_is(reader.look(), 2)
+    late = WeightsReader(run_id)
+    assert_is(late.look(), 2)
+    late.close()
+
+
 def test_who_may_remove_it(ends, run_id):
     writer, reader = ends
     publish(writer, 1)
