@@ -30,7 +30,9 @@ def draw(sessions: Sequence[Mapping[str, Any]], subtitle: str, png: Path) -> Pat
         # Figure by itself brings the Agg canvas: no display, no global state of pyplot.
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"drawing needs matplotlib: {error}", "pip install 'mps-trainer[report]'") from None
+        raise ConfigError(
+            f"drawing needs matplotlib: {error}", "pip install -e '.[report]' in the clone of mps-trainer"
+        ) from None
     figure = Figure(figsize=(1.5 + 5.8 * len(sessions), 5.4), dpi=130, layout="constrained")
     panels = figure.subplots(1, len(sessions), squeeze=False)[0]
     for axis, session in zip(panels, sessions, strict=True):

@@ -15,6 +15,7 @@ from mps_trainer.cli.runs import ConfigArgument
 from mps_trainer.cli.screen import Subject
 from mps_trainer.cli.watch import Watch, as_object
 from mps_trainer.config import Settings, format_size, show_setting
+from mps_trainer.errors import RunError
 from mps_trainer.launcher.doctor import Level, run_checks
 from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.launcher.runs import RunView, select_runs
@@ -24,7 +25,10 @@ from mps_trainer.launcher.up import prepare
 def status(
     what: Annotated[
         str | None,
-        typer.Argument(help="A run id, a config or a run folder; live runs without it.", metavar="[RUN|CONFIG|FOLDER]"),
+        typer.Argument(
+            help="A run id, a config or a run folder, also of an ended run; live runs without it.",
+            metavar="[RUN|CONFIG|FOLDER]",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON; with --watch a line each.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Go on looking until the run ends, or Ctrl-C.")] = False,
@@ -39,12 +43,7 @@ def status(
 
     Example: mps-trainer status --watch
     """
-    if what is not None and Path(what).is_dir():
-        views: list[RunView] = []
-        subjects = [Subject.of_folder(find_run_dir(what, show.progress))]
-    else:
-        views = select_runs(what)
-        subjects = [Subject.of_run(view.record) for view in views]
+    views, subjects = _meant(what)
     if watch and subjects:
         Watch(subjects, every).run(as_json=as_json)
     elif as_json:
@@ -56,6 +55,19 @@ def status(
             if i:
                 show.line()
             show.rows(screen.rows(subject, figures, alive=alive))
+
+
+def _meant(what: str | None) -> tuple[list[RunView], list[Subject]]:
+    """Live runs, or the one run of a folder, or of a config that has no live run: its newest, as in `report`."""
+    if what is None or not Path(what).is_dir():
+        try:
+            views = select_runs(what)
+        except RunError:
+            if what is None or not Path(what).is_file():
+                raise
+        else:
+            return views, [Subject.of_run(view.record) for view in views]
+    return [], [Subject.of_folder(find_run_dir(what, show.progress))]
 
 
 def _as_json(views: list[RunView], subjects: list[Subject]) -> list[dict[str, Any]]:
@@ -121,7 +133,7 @@ def report(
 ) -> None:
     """Summarise a run and draw it, as one HTML page.
 
-    The page needs no network and no other file. Needs matplotlib: pip install 'mps-trainer[report]'
+    The page needs no network and no other file. Needs matplotlib: pip install -e '.[report]' in the clone.
 
     Example: mps-trainer report ckpt/lab/run.mps-trainer/latest
     """

@@ -79,7 +79,7 @@ def check_packages(find: FindVersion) -> Iterator[Check]:
     """Packages of a `trinity run`, and the combinations that are known to break it."""
     for package in ("torch", "pyarrow", "trinity-rft", "ray"):
         version = find(package)
-        todo = "" if version else "pip install 'mps-trainer[trinity]'"
+        todo = "" if version else "pip install -e '.[trinity]' in the clone of mps-trainer"
         level = Level.OK if version else (Level.PROBLEM if package in ("torch", "pyarrow") else Level.WARNING)
         yield Check(package, level, version or "not installed", todo)
     trinity = find("trinity-rft")

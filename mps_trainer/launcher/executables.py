@@ -18,6 +18,6 @@ def find_executable(name: str) -> str:
     if on_path is None:
         raise RunError(
             f"no command {name!r} beside {sys.executable} and none on PATH",
-            "install Trinity into this venv: pip install 'mps-trainer[trinity]'",
+            "install Trinity into this venv: pip install -e '.[trinity]' in the clone of mps-trainer",
         )
     return on_path

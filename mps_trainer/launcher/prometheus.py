@@ -77,7 +77,7 @@ def check_prometheus(settings: Settings) -> None:
     if settings.prometheus_port and (found := _unusable()):
         raise ConfigError(
             f"prometheus_port is {settings.prometheus_port}, and {found}",
-            "pip install 'mps-trainer[prometheus]', or leave prometheus_port out",
+            "pip install -e '.[prometheus]' in the clone of mps-trainer, or leave prometheus_port out",
         )
 
 

@@ -46,7 +46,8 @@ def _import_figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            f"drawing needs matplotlib, which does not import: {error}", "pip install 'mps-trainer[report]'"
+            f"drawing needs matplotlib, which does not import: {error}",
+            "pip install -e '.[report]' in the clone of mps-trainer",
         ) from None
     return Figure
 

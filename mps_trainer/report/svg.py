@@ -72,7 +72,8 @@ class Drawing:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ConfigError(
-                f"drawing needs matplotlib, which does not import: {error}", "pip install 'mps-trainer[report]'"
+                f"drawing needs matplotlib, which does not import: {error}",
+                "pip install -e '.[report]' in the clone of mps-trainer",
             ) from None
         self._context = matplotlib.rc_context({**_STYLE, "svg.hashsalt": self._name})
         self._context.__enter__()

@@ -26,7 +26,7 @@ from mps_trainer.errors import ConfigError
 from mps_trainer.tasks.batch import Ragged
 from mps_trainer.tasks.in_parts import in_parts
 
-_EXTRA = "pip install 'mps-trainer[reward]'"
+_EXTRA = "pip install -e '.[reward]' in the clone of mps-trainer"
 #: Padded lengths are multiples of it: few different sizes keep PyTorch's allocator from fragmenting a fixed pool.
 LENGTH_STEP = 64
 _FINGERPRINT = "base_fingerprint"

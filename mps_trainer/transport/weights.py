@@ -80,8 +80,8 @@ class WeightsWriter:
         Args:
             tensors: the bytes of each entry, one-dimensional; taken one by one.
 
-        Raises TransportError when the file was removed or damaged and cannot be made again, ValueError when the tensors are not
-        those of the entries. Whatever is raised, the snapshot before stays.
+        Raises TransportError when the file was removed or damaged and cannot be made again, ValueError when the tensors
+        are not those of the entries. Whatever is raised, the snapshot before stays.
         """
         if not self._is_whole():
             # A logout with RemoveIPC, or a hand: nobody could find, or believe, what is written there.

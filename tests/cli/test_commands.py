@@ -20,6 +20,7 @@ from mps_trainer.cli import look, runs
 from mps_trainer.cli.app import run
 from mps_trainer.launcher.process import Ended
 from mps_trainer.launcher.runs import EndedRun, RunView
+from mps_trainer.launcher.trinity_config import read_trinity_config
 from mps_trainer.run import STATE_DIR_VARIABLE, RunPaths, RunRecord, State, Status, run_paths, try_hold
 from mps_trainer.run.process import ProcessIdentity
 
@@ -186,6 +187,15 @@ def test_status_of_a_folder_says_whether_the_run_lives(
     assert "state       stopped on cpu, 0 restarts\n" in mps_trainer("status", tmp_path).stdout
     [found] = json.loads(mps_trainer("status", tmp_path, "--json").stdout)
     assert (found["run_id"], found["alive"], found["status"]["state"]) == ("0123abcd", False, "stopped")
+
+
+def test_status_of_a_config_without_a_live_run_shows_its_newest(mps_trainer: Command, config: Path) -> None:
+    none = mps_trainer("status", config)
+    assert none.returncode == 2
+    assert "has no run yet" in none.stdout + none.stderr
+    runs = read_trinity_config(config).runs_dir
+    Status(run_id="0123abcd", state=State.STOPPED).save(runs / "0123abcd")
+    assert "state       stopped on cpu, 0 restarts\n" in mps_trainer("status", config).stdout
 
 
 def test_doctor_cleans_only_what_dead_runs_left(mps_trainer: Command, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_the_picture_of_a_run_that_only_feeds(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"mps-trainer\[report\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[report\]'"):
         plot(run_dir, run_dir / "run.png")
 
 
