@@ -194,6 +194,7 @@ def test_status_of_a_config_without_a_live_run_shows_its_newest(mps_trainer: Com
     assert none.returncode == 2
     assert "has no run yet" in none.stdout + none.stderr
     runs = read_trinity_config(config).runs_dir
+    (runs / "0123abcd").mkdir(parents=True)
     Status(run_id="0123abcd", state=State.STOPPED).save(runs / "0123abcd")
     assert "state       stopped on cpu, 0 restarts\n" in mps_trainer("status", config).stdout
 

@@ -119,7 +119,7 @@ def test_a_missing_package_is_told_before_anything_starts(monkeypatch: pytest.Mo
     check_prometheus(Settings())
     with pytest.raises(ConfigError, match=r"not installed") as caught:
         check_prometheus(Settings(prometheus_port=9400))
-    assert "mps-trainer[prometheus]" in caught.value.todo
+    assert "[prometheus]" in caught.value.todo
 
 
 def totals(operator: str, seen: int) -> str:
