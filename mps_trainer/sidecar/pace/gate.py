@@ -226,7 +226,7 @@ class Gate:
 
 
 def owed_by_batch(due: int, settings: Settings) -> deque[int]:
-    """What a learner owes as a checkpoint left it, cut into batches, the oldest first; one batch where none can tell."""
+    """What a learner owes as a checkpoint left it, cut into batches, the oldest first; as one if none can tell."""
     each = (settings.steps_per_batch if settings.schedule.train == "steps" else 0) or max(due, 1)
     whole, rest = divmod(due, each)
     return deque(([rest] if rest else []) + [each] * whole, maxlen=settings.pace_tuning.owed_batches)
