@@ -63,6 +63,9 @@ class Trainer(Protocol):
     def problem(self) -> str:
         """What was wrong with its outputs; "" when nothing was."""
 
+    def pace_source(self) -> str:
+        """What its pace goes by (`Status.pace_source`); "" without a pace."""
+
     def close(self) -> None:
         """End it. Calling it again does nothing."""
 
@@ -246,6 +249,11 @@ class SidecarTrainer:
         status = Status.peek(self.run_dir)
         wrong = status.error if status is not None else "the sidecar wrote no status"
         return self._running.error or wrong
+
+    def pace_source(self) -> str:
+        """What its pace went by when it last looked."""
+        status = Status.peek(self.run_dir)
+        return status.pace_source if status is not None else ""
 
     def close(self) -> None:
         """End it."""
