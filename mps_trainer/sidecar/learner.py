@@ -5,7 +5,8 @@
            --train-----> one step at a time, until none is due; with `train: continuous`, while `may_train`
 
 Everything that the weights depend on is here and is saved in `state`. So a successor that starts from a checkpoint
-and takes the journal's records in their order arrives at the very weights of a sidecar that was never killed.
+and takes the journal's records in their order arrives at the very weights of a sidecar that was never killed; not with
+a pace or `train: continuous`, where the clock says when a step is taken.
 """
 
 from __future__ import annotations
