@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
 from mps_trainer.bench.paced import PacedFeed
 from mps_trainer.bench.work import Work, made_up
 from mps_trainer.columns import Rows
@@ -306,13 +304,3 @@ class SidecarTrainer:
         if reply is None:
             raise RunError("no scores came", f"see {self.run_dir}/sidecar.log")
         return int((reply.values != reply.values).sum())
-
-
-def process_tree(pids: Sequence[int]) -> list[psutil.Process]:
-    """The processes and all their descendants that live."""
-    found: list[psutil.Process] = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            found += [process, *process.children(recursive=True)]
-    return found
