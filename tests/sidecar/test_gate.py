@@ -171,8 +171,8 @@ def test_arrivals_alone_give_the_floor_at_once(clock: list[float]) -> None:
     ("settings", "batches", "taken"),
     [
         ({"steps_per_batch": 100, "schedule": {"train_every": 20}}, 40, 200),
-        ({"steps_per_batch": 10, "min_experiences": 100}, 8, 40),
-        ({"schedule": {"train": "epochs", "train_every": 4}}, 8, 10),
+        ({"steps_per_batch": 50, "min_experiences": 100}, 21, 100),
+        ({"schedule": {"train": "epochs", "epochs": 10, "train_every": 12}}, 24, 80),
     ],
 )
 def test_beside_an_idle_engine_no_step_is_thrown_away(
@@ -181,7 +181,7 @@ def test_beside_an_idle_engine_no_step_is_thrown_away(
     pace, learner, _ = gate_of(IDLE, **settings)
     steps = steps_of(pace, learner)
     for number in range(batches):
-        learner.take(name(number), batch(20, 20 * number))
+        learner.take(name(number), batch(5, 5 * number))
         steps.take_due(lambda: False)
     assert (learner.trainer.step, learner.counters.steps_skipped) == (taken, 0)
 
