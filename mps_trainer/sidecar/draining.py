@@ -82,7 +82,7 @@ class Drain:
             self.work.train_due(late)
         if learner.steps_due or journal.unread:
             _log.warning(
-                "%s %d training steps are owed still and %d bytes of records wait in the journal",
+                "%s %d training steps were not taken and %d bytes of records wait in the journal",
                 f"after {DRAIN_S:g} s of draining" if late() else "beside a busy engine",
                 learner.steps_due, journal.unread,
             )  # fmt: skip
