@@ -40,7 +40,7 @@ class Arm:
 
     def settings(self, slowdown: float) -> dict[str, Any]:
         """Those of a sidecar that are the arm's own."""
-        # Beside an engine a pace is the default, and only some arms shall have it.
+        # Written in either case: only some arms shall have a pace, whatever the default.
         if not self.paced:
             return {"pace": "off"}
         own = {name: value for name, value in self.more if name not in PaceTuning.model_fields}

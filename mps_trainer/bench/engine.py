@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from mps_trainer.bench.load import Batch
-from mps_trainer.bench.trainers import process_tree
+from mps_trainer.bench.processes import process_tree
 from mps_trainer.errors import RunError
 from mps_trainer.launcher.process import describe_exit, spawn, stop
 

@@ -116,6 +116,9 @@ def outputs(mine: Sequence[Raw], solo: Mapping[tuple[str, int], Raw]) -> dict[st
                 found["differ"] += int(batch["digest"] != reference["digest"])
         if window.get("problem"):
             found["problems"].append(window["problem"])
+        if window.get("pace_source", "engine") != "engine":
+            # Of another source there is no measured slowdown, so the arm is not what its name says.
+            found["problems"].append(f"the pace went by {window['pace_source'] or 'nothing'}, not by the engine")
     if find_arm(mine[0]["arm"]).trainer and not any(window["steps"] for window in mine):
         found["problems"].append("no training step in any round")
     found["right"] = not (found["differ"] or found["not_finite"] or found["wrong_length"] or found["problems"])

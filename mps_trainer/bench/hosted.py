@@ -76,6 +76,10 @@ class _Hosted:
         """What was wrong; "" for nothing."""
         return self._error
 
+    def pace_source(self) -> str:
+        """None has a pace."""
+        return ""
+
     def close(self) -> None:
         """End it."""
         self._stack.close()

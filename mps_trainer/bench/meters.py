@@ -8,7 +8,8 @@ from typing import Any
 
 import psutil
 
-from mps_trainer.bench.trainers import Trainer, process_tree
+from mps_trainer.bench.processes import process_tree
+from mps_trainer.bench.trainers import Trainer
 from mps_trainer.mps.nvml import read_nvml
 
 

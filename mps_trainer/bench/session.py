@@ -185,6 +185,8 @@ class Session:
         if trainer is not None:
             trainer.pause()
             measured |= {"score_ms": list(trainer.score_ms), "problem": trainer.problem()}
+            if arm.paced:
+                measured["pace_source"] = trainer.pace_source()
         return {"arm": arm.name, "load": load.name, "round": number, "batches": batches, **measured}
 
     def _trainer_alone(self, task: str, arm: Arm, number: int) -> Raw:

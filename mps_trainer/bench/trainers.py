@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
 from mps_trainer.bench.paced import PacedFeed
 from mps_trainer.bench.work import Work, made_up
 from mps_trainer.columns import Rows
@@ -62,6 +60,9 @@ class Trainer(Protocol):
 
     def problem(self) -> str:
         """What was wrong with its outputs; "" when nothing was."""
+
+    def pace_source(self) -> str:
+        """What its pace goes by (`Status.pace_source`); "" without a pace."""
 
     def close(self) -> None:
         """End it. Calling it again does nothing."""
@@ -247,6 +248,11 @@ class SidecarTrainer:
         wrong = status.error if status is not None else "the sidecar wrote no status"
         return self._running.error or wrong
 
+    def pace_source(self) -> str:
+        """What its pace went by when it last looked."""
+        status = Status.peek(self.run_dir)
+        return status.pace_source if status is not None else ""
+
     def close(self) -> None:
         """End it."""
         self._stack.close()
@@ -298,13 +304,3 @@ class SidecarTrainer:
         if reply is None:
             raise RunError("no scores came", f"see {self.run_dir}/sidecar.log")
         return int((reply.values != reply.values).sum())
-
-
-def process_tree(pids: Sequence[int]) -> list[psutil.Process]:
-    """The processes and all their descendants that live."""
-    found: list[psutil.Process] = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            found += [process, *process.children(recursive=True)]
-    return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from mps_trainer.config.schedule import only_with
 from mps_trainer.config.section import Section
 
 MIN_STEPS_PER_BATCH = 1
 
 PACE: Any = Field(
-    "auto",
-    description="train in the rollout's gaps and yield while it generates; auto: on where the sidecar shares the "
-    "engine's GPU through MPS, off elsewhere",
+    "off",
+    description="off: every step as soon as it is due; on: train in the rollout's gaps and yield while it generates; "
+    "auto: on where the sidecar shares the engine's GPU through MPS, off elsewhere",
 )
 MAX_ROLLOUT_SLOWDOWN: Any = Field(
     0.03, gt=0, lt=1, description="pace: how much longer the rollout may take because of the training, as a share"
@@ -41,17 +42,22 @@ class PaceTuning(Section):
     silent: float = Field(1.0, gt=0, description="seconds after which an engine that says nothing counts as idle")
     owed_batches: int = Field(8, ge=1, description="batches whose steps may wait; older steps are skipped")
 
+    @model_validator(mode="after")
+    def _all_have_a_say(self) -> PaceTuning:
+        if self.shortest_window > self.longest_window:
+            raise ValueError(
+                f"pace_tuning.shortest_window is {self.shortest_window:g} and longest_window {self.longest_window:g}; "
+                "lower the one or raise the other"
+            )
+        if self.fixed is not None and self.presumed != type(self).model_fields["presumed"].default:
+            raise ValueError(
+                f"pace_tuning.presumed is {self.presumed:g}, but fixed {self.fixed:g} is never measured, so nothing is "
+                "presumed; remove the one or the other"
+            )
+        return self
+
 
 TUNING: Any = Field(PaceTuning(), description="constants of the pace, for experiments (docs/pace.md)")
-
-
-class _Paced(Protocol):
-    @property
-    def pace(self) -> str: ...
-    @property
-    def min_steps_per_batch(self) -> int: ...
-    @property
-    def steps_per_batch(self) -> int: ...
 
 
 def is_paced(pace: str, mps: str) -> bool:
@@ -64,11 +70,27 @@ def is_paced(pace: str, mps: str) -> bool:
     return pace == "on" or (pace == "auto" and mps == "on")
 
 
-def check_pace(settings: _Paced, train: str) -> None:
-    """ValueError when the floor is above what falls due at all."""
-    floor = settings.min_steps_per_batch
-    if train == "steps" and floor > settings.steps_per_batch and floor != MIN_STEPS_PER_BATCH:
+def check_pace(settings: Section, train: str) -> None:
+    """ValueError for settings of the pace that have no say, or for a floor above what falls due at all.
+
+    Args:
+        settings: all settings of the operator.
+        train: `schedule.train`.
+    """
+    found: Any = settings
+    if found.pace == "off":
+        names = ("max_rollout_slowdown", "min_steps_per_batch", "pace_tuning")
+        only_with("", settings, "pace", "on or auto", names)
+    floor, most = found.min_steps_per_batch, found.steps_per_batch
+    if floor == MIN_STEPS_PER_BATCH:
+        return
+    if train == "continuous":
         raise ValueError(
-            f"min_steps_per_batch is {floor}, but only steps_per_batch {settings.steps_per_batch} fall due with a "
-            "batch; lower the one or raise the other"
+            f"min_steps_per_batch is {floor}, but with schedule.train: continuous no step falls due with a batch; "
+            "remove it, or write train: steps or epochs"
+        )
+    if train == "steps" and floor > most:
+        raise ValueError(
+            f"min_steps_per_batch is {floor}, but only steps_per_batch {most} fall due with a batch; "
+            "lower the one or raise the other"
         )

@@ -68,6 +68,7 @@ class GpuShare:
         *,
         join: str = "plugin",
         insist: bool = False,
+        paced: bool = False,
         run_dir: Path | None = None,
         binary: str = CONTROL_BINARY,
         processes: Callable[[str], Sequence[GpuProcess]] = read_processes,
@@ -97,7 +98,8 @@ class GpuShare:
         self._summoned: tuple[int, float] | None = None
         self._membership = Membership(self.daemon, run_dir)
         self._server = ServerWatch(self.daemon)
-        self._utilization = Utilization(self._folder)
+        # Nobody else asks for it.
+        self._utilization = Utilization(self._folder) if paced else None
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
 
@@ -105,9 +107,10 @@ class GpuShare:
     def of_run(cls, record: RunRecord) -> GpuShare:
         """The share that a run file asks for."""
         settings = record.settings
-        join, insist = str(settings["join"]), record.mps_wish == "on"
-        run_dir = Path(record.run_dir)
-        return cls(record.run_id, record.device, settings.get("memory"), join=join, insist=insist, run_dir=run_dir)
+        return cls(
+            record.run_id, record.device, settings.get("memory"), join=str(settings["join"]),
+            insist=record.mps_wish == "on", paced=settings.get("pace", "off") != "off", run_dir=Path(record.run_dir),
+        )  # fmt: skip
 
     def start(self) -> None:
         """Check, start the daemon, place the sidecar if its GPU is known, and listen to engines.
@@ -195,7 +198,7 @@ class GpuShare:
         """Prove engines that are up, and see who else is on the GPU. Called often; looks at the GPU now and then."""
         self.prove_engines()
         self._folder.set_hold(self.must_not_change)
-        if self._gpu is not None:
+        if self._gpu is not None and self._utilization is not None:
             self._utilization.sample(self._gpu.uuid)
         if self._neighbours is None or not (self._sidecar_pid or self._neighbours.reason):
             return

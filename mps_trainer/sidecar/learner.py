@@ -5,7 +5,8 @@
            --train-----> one step at a time, until none is due; with `train: continuous`, while `may_train`
 
 Everything that the weights depend on is here and is saved in `state`. So a successor that starts from a checkpoint
-and takes the journal's records in their order arrives at the very weights of a sidecar that was never killed.
+and takes the journal's records in their order arrives at the very weights of a sidecar that was never killed; not with
+a pace or `train: continuous`, where the clock says when a step is taken.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Learner:
 
     Attributes:
         on_step: called with the experiences of each training step before it is taken.
+        on_due: called with the number of steps that a batch brings, when they fall due.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Learner:
         self.counters = Counters()
         self.steps_due = 0
         self.on_step: Callable[[PackedBatch], object] = lambda _: None
+        self.on_due: Callable[[int], object] = lambda _: None
         self._settings = settings
         self._draw_into = draw_into or (lambda: np.empty)
         self._passes = Passes(settings.schedule.epochs, settings.batch_size)
@@ -121,7 +124,10 @@ class Learner:
     def take(self, name: RecordName, batch: PackedBatch) -> int:
         """Copy a record's rows into the replay buffer; the number of rows that were new."""
         classes = self.trainer.classes(batch) if self._settings.replay.class_balance else None
+        held = len(self.replay)
         added = self.replay.add(batch, classes)
+        if self._passes and held + added > len(self.replay):
+            self._forget_gone()
         self.counters.experiences += batch.num_rows
         self.counters.duplicates += batch.num_rows - added
         self._recent.append(name.key)
@@ -146,13 +152,17 @@ class Learner:
         for channel in list(self._open):
             self._finish_batch(channel)
 
-    def train_step(self) -> float:
-        """One step, the next that is due if any is; its loss."""
+    def train_step(self) -> float | None:
+        """One step, the next that is due if any is; its loss, or None without a step: no experience is there for it."""
+        planned = len(self._passes)
         self.steps_due = max(0, self.steps_due - 1)
         draw = self._draw()
         if self._settings.schedule.train == "epochs":
             # The plan skips steps whose experiences have left.
             self.steps_due = len(self._passes)
+            self.counters.steps_skipped += planned - self.steps_due - bool(draw.rows.num_rows)
+        if not draw.rows.num_rows:
+            return None
         self.on_step(draw.rows)
         loss = self.trainer.train_step(draw.rows, draw.weights)
         if self.replay.settings.sampling == "priority":
@@ -217,15 +227,21 @@ class Learner:
         schedule = self._settings.schedule
         if len(self.replay) < self._settings.min_experiences or self.counters.batches % schedule.train_every:
             return
+        due = self.steps_due
         if schedule.train == "steps":
             self.steps_due += self._settings.steps_per_batch
         elif schedule.train == "epochs":
-            planned = len(self._passes)
-            # Those that waited for the pace until their experiences left the replay buffer.
-            self._passes.keep_held(self.replay)
-            self.counters.steps_skipped += planned - len(self._passes)
             self._passes.plan(self.replay)
             self.steps_due = len(self._passes)
+        if self.steps_due > due:
+            self.on_due(self.steps_due - due)
+
+    def _forget_gone(self) -> None:
+        """Count steps as skipped that waited for the pace until their experiences left the replay buffer."""
+        planned = len(self._passes)
+        self._passes.keep_held(self.replay)
+        self.steps_due = len(self._passes)
+        self.counters.steps_skipped += planned - self.steps_due
 
     def _draw(self) -> Draw:
         if self._settings.schedule.train == "epochs":

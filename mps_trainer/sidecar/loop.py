@@ -9,7 +9,8 @@
           -> loop: wait for the doorbell -> records, oldest first:
                  score and reply, if asked | evaluate | journal | replay buffer | release | steps | metrics | checkpoint
              no record, and `train: continuous`: one step
-          -> drain: rings emptied into the journal, its records and steps taken within a time limit, checkpoint, STOPPED
+          -> drain (`draining.py`): rings emptied into the journal, its records and steps taken within a time limit,
+             checkpoint, STOPPED
 
 Scores come first and are given by the model as it is, which has not seen these experiences: that makes them an
 honest test too. The loop ends for a signal, for the supervisor's death and when no operator lives (`ending.py`);
@@ -32,6 +33,7 @@ from mps_trainer.run import RunRecord, State
 from mps_trainer.run.doing import Stage
 from mps_trainer.sidecar.answering import Answering
 from mps_trainer.sidecar.batch_report import BatchReport
+from mps_trainer.sidecar.draining import Drain
 from mps_trainer.sidecar.dropped import Dropped
 from mps_trainer.sidecar.ending import Ending
 from mps_trainer.sidecar.learner import RecordName
@@ -50,8 +52,6 @@ from mps_trainer.transport import Delivery, SidecarHub, decode_batch
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 0.25
-#: For scores, records and steps at the end: well below the supervisor's grace, which has to hold a checkpoint too.
-_DRAIN_S = 10.0
 
 
 class Sidecar:
@@ -100,17 +100,23 @@ class Sidecar:
             if self._pause.is_on:
                 self._sit_out()
             elif self._behind:
-                self._catch_up(self._must_stop)
+                self._behind = self.catch_up(self._must_stop)
             else:
                 if not self._hub.wait(self._pace.wait_s(0.0 if self._learner.may_train else _WAIT_S)):
                     self._train_between()
-                self._train_due(self._must_stop)  # What a pause has interrupted.
+                self.train_due(self._must_stop)  # What a pause has interrupted.
                 if not self._steps_come_first:
                     self._take_records(limit=64)
                 self._snapshots.publish_if_due()
             self._look_around()
         _log.info("ending: %s", self._ending.reason)
-        self._drain()
+        self._picture.set_state(State.DRAINING)
+        self._behind = True  # Of a journal that grows now the size says nothing.
+        drain = Drain(
+            self, self._learning, self._hub, self._pace, self._note, self._saving, paused=lambda: self._pause.is_on
+        )
+        drain.run(for_good=self._ending.is_of_the_run)
+        self._dropped.reap()
         self._picture.set_state(State.STOPPED)
         self._snapshots.close()
         self._hub.close(unlink=self._ending.is_of_the_run)
@@ -147,6 +153,7 @@ class Sidecar:
         self._journal.close()
         self._metrics.close()
         self._snapshots.close()
+        self._pace.close()
         self._hub.close(unlink=unlink and self._ending.is_of_the_run)
         if self._ring is not None:
             self._ring.close()
@@ -161,39 +168,40 @@ class Sidecar:
         if self._journal.unread:
             _log.info("%d bytes of the journal are to be taken first", self._journal.unread)
 
-    def _catch_up(self, stop: Callable[[], bool]) -> None:
-        """Take one record of the journal, as far as `stop` allows; after the last one we are no longer behind."""
-        self._train_due(stop)
+    def catch_up(self, stop: Callable[[], bool]) -> bool:
+        """Take one record of the journal, as far as `stop` allows; whether we are behind still."""
+        self.train_due(stop)
         if stop() or self._steps_come_first:
-            return
+            return True
         record = self._journal.read()
         if record is None:
-            self._behind = False
-            return
+            return False
         name = RecordName(**record[0])
         # It stands there twice when it was delivered again and journaled before the first one was taken.
         if not self._learner.knows(name):
             batch = decode_batch(record[1], self._learning.columns)
             if self._aside.takes(name, batch):
-                return
+                return True
             self._evaluate(name, batch)
             self._note.stage(Stage.TAKING)
             self._learner.take(name, batch)
-            self._train_due(stop)
+            self.train_due(stop)
+        return True
 
     def _take_records(self, limit: int) -> None:
         for _ in range(limit):
-            delivery = self._receive()
+            delivery = self.receive()
             if delivery is None:
                 return
             self._take(delivery)
             delivery.release()
-            self._train_due(self._must_stop)
+            self.train_due(self._must_stop)
             # The reason to stop may be gone again, and its steps still come first.
             if self._steps_come_first or self._must_stop():
                 return
 
-    def _receive(self) -> Delivery | None:
+    def receive(self) -> Delivery | None:
+        """The next record of the rings; None while there is none."""
         while True:
             try:
                 delivery = self._hub.receive()
@@ -209,7 +217,7 @@ class Sidecar:
         if self._aside.takes(name, delivery.batch):
             return
         if delivery.header.want_scores:
-            self._score(delivery)
+            self.score(delivery)
         if self._learner.knows(name):
             return
         self._evaluate(name, delivery.batch)
@@ -224,11 +232,12 @@ class Sidecar:
         self._note.record(Stage.EVALUATING, name, batch, self._trainer.step)
         self._learner.evaluate(batch)
 
-    def _score(self, delivery: Delivery) -> None:
+    def score(self, delivery: Delivery) -> None:
+        """Answer a record that asks for scores."""
         self._note.record(Stage.SCORING, RecordName.of(delivery.header), delivery.batch, self._trainer.step)
         self._answering.answer(delivery)
 
-    def _train_due(self, stop: Callable[[], bool]) -> None:
+    def train_due(self, stop: Callable[[], bool]) -> None:
         """The steps that are due until `stop` or the pace yields; then the batch's metrics and perhaps a checkpoint."""
         before = self._trainer.step
         if not self._steps.take_due(stop, self._hub.any_ready) and (stop() or not self._pace.defers):
@@ -262,43 +271,3 @@ class Sidecar:
             self._ending.engine_seen()
         self._dropped.reap()
         self._picture.refresh()
-
-    def _drain(self) -> None:
-        deadline = time.monotonic() + _DRAIN_S
-
-        def late() -> bool:
-            return time.monotonic() >= deadline or self._pause.is_on
-
-        self._pace.stop()
-        self._picture.set_state(State.DRAINING)
-        self._empty_rings(late)
-        self._behind = True
-        while self._behind and not late():
-            self._catch_up(late)
-        if not self._behind:
-            self._learner.finish_open_batches()
-            self._train_due(late)
-        if self._learner.steps_due or self._journal.unread:
-            _log.warning(
-                "after %g s of draining %d training steps were not taken and %d bytes of records wait in the journal",
-                _DRAIN_S, self._learner.steps_due, self._journal.unread,
-            )  # fmt: skip
-        self._saving.save_if_changed()
-        self._dropped.reap()
-
-    def _empty_rings(self, late: Callable[[], bool]) -> None:
-        """Everything into the journal first: that takes milliseconds, and what is there is not lost."""
-        self._hub.find_new()
-        # As many as there are now: an operator that goes on sending must not keep us here.
-        for _ in range(sum(producer.backlog for producer in self._hub.producers())):
-            delivery = self._receive()
-            if delivery is None:
-                return
-            name = RecordName.of(delivery.header)
-            if not self._aside.takes(name, delivery.batch):
-                if not self._learner.knows(name):
-                    self._note.stage(Stage.WRITING)
-                    self._journal.append(dataclasses.asdict(name), delivery.payload)
-                if delivery.header.want_scores and not late():
-                    self._score(delivery)
-            delivery.release()

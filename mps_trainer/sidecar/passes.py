@@ -15,6 +15,8 @@ import numpy as np
 from mps_trainer.columns import Array
 from mps_trainer.sidecar.replay import Draw, Empty, ReplayBuffer
 
+_NONE: Array = np.empty(0, np.int64)
+
 
 class Passes:
     """The plan for the coming steps, the first of them first."""
@@ -41,7 +43,7 @@ class Passes:
 
     def draw(self, replay: ReplayBuffer, empty: Empty) -> Draw:
         """The experiences of the next step; none when all that was planned has left the buffer."""
-        draw = replay.pick(self._steps.popleft(), empty)
+        draw = replay.pick(self._steps.popleft() if self._steps else _NONE, empty)
         while not draw.rows.num_rows and self._steps:
             draw = replay.pick(self._steps.popleft(), empty)
         return draw
@@ -59,7 +61,7 @@ class Passes:
 
     def state(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Arrays and plain JSON values."""
-        numbers = np.concatenate([np.empty(0, np.int64), *self._steps])
+        numbers = np.concatenate([_NONE, *self._steps])
         return {"passes.numbers": numbers}, {"sizes": [len(step) for step in self._steps], "next": self._next_number}
 
     def load_state(self, arrays: Mapping[str, Array], state: Mapping[str, Any]) -> None:

@@ -61,6 +61,8 @@ class Steps:
         self._before()
         begin = time.monotonic()
         loss = self._learner.train_step()
+        if loss is None:
+            return
         seconds = time.monotonic() - begin
         self._pace.stepped(seconds)
         self._report.stepped(loss, seconds * 1e3)

@@ -64,6 +64,8 @@ def test_nothing_is_divided_by_a_loss_that_is_none() -> None:
         ({"batch": {"not_finite": 1}}, "not_finite"),
         ({"batch": {"tokens": 99}}, "wrong_length"),
         ({"problem": "2 scores are not finite"}, "problems"),
+        ({"pace_source": "nvml"}, "problems"),
+        ({"pace_source": ""}, "problems"),
     ],
 )
 def test_wrong_outputs_are_seen(more: dict[str, Any], what: str) -> None:
@@ -71,6 +73,12 @@ def test_wrong_outputs_are_seen(more: dict[str, Any], what: str) -> None:
     assert outputs[what]
     assert not outputs["right"]
     assert rows_of(two_arms())["sidecar-cpu"]["outputs"]["right"]
+
+
+def test_a_pace_that_hears_the_engine_is_right_and_another_source_is_named() -> None:
+    assert rows_of(two_arms(pace_source="engine"))["sidecar-cpu"]["outputs"]["right"]
+    problems = rows_of(two_arms(pace_source="nvml"))["sidecar-cpu"]["outputs"]["problems"]
+    assert problems[0] == "the pace went by nvml, not by the engine"
 
 
 def test_tokens_that_depend_on_the_clock_are_not_compared() -> None:

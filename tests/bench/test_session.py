@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,9 @@ class MadeUp:
 
     def problem(self) -> str:
         return ""
+
+    def pace_source(self) -> str:
+        return "nvml"
 
     def close(self) -> None:
         self.log.append(f"close {self.name}")
@@ -229,3 +233,15 @@ def test_flags_that_make_no_sense_are_refused(argv: list[str]) -> None:
 def test_ranges_of_cores_and_lists_are_read(tmp_path: Path) -> None:
     options = flags.parse(["--pin-engine", "0-2,5", "--gap", "0,0.3", "--arms", "none, mps-low"])
     assert (options.pin_engine, options.gap, options.arms) == ((0, 1, 2, 5), (0.0, 0.3), ["none", "mps-low"])
+
+
+def test_windows_of_a_paced_arm_say_what_the_pace_went_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, log = MadeUpClock(), []
+    monkeypatch.setattr(time, "monotonic", clock)
+    plan, options = plan_of("--rounds", "1", "--batches", "1")
+    plan = replace(plan, arms=[replace(arm, paced=arm.name == "sidecar-cpu") for arm in plan.arms])
+    setting: Any = MadeUp(log, clock=clock)
+    [found] = Session(plan, options, setting, clock.now + 1e6, lambda _: None).run()
+    assert {w["arm"]: w.get("pace_source") for w in found["windows"]} == {
+        "none": None, "cpu-in-operator": None, "sidecar-cpu": "nvml"
+    }  # fmt: skip

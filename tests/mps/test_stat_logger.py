@@ -45,7 +45,7 @@ def run(state, tmp_path, monkeypatch, fake_vllm):
     def make(mps="on", **settings):
         record = RunRecord(
             run_id=RUN, config="", derived_config="", run_dir=str(tmp_path / "run"), ray_namespace="ns",
-            settings=load_settings(settings).dump(), mps=mps,
+            settings=load_settings({"pace": "auto", **settings}).dump(), mps=mps,
         )  # fmt: skip
         (tmp_path / "run").mkdir()
         record.save(run_paths(RUN).run_file)

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+from mps_trainer.config import load_settings
+from mps_trainer.launcher import gpu_share
+from mps_trainer.launcher.gpu_share import GpuShare
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.utilization import Utilization, read_utilization
 from mps_trainer.run import RunRecord
@@ -95,3 +98,15 @@ def test_nothing_waits_where_nothing_is_shared_and_a_lost_engine_is_not_believed
     assert looks.look(22.0, 0.0).source == "engine", "it said that it is idle"
     looks.close()
     file.close()
+
+
+@pytest.mark.parametrize(("pace", "sampled"), [("off", 0), ("auto", 1), ("on", 1)])
+def test_nobody_samples_the_utilization_without_a_pace(folder, tmp_path, monkeypatch, pace, sampled):
+    made = []
+    monkeypatch.setattr(gpu_share, "Utilization", made.append)
+    record = RunRecord(
+        run_id="abcd1234", config="", derived_config="", run_dir=str(tmp_path), ray_namespace="",
+        settings=load_settings({"pace": pace}).dump(), mps="on",
+    )  # fmt: skip
+    GpuShare.of_run(record)
+    assert len(made) == sampled

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from mocked_cuda import MockedCuda
 
 from mps_trainer.errors import RunError
-from mps_trainer.sidecar import loop, startup
+from mps_trainer.sidecar import draining, startup
 from mps_trainer.sidecar.__main__ import main
 from mps_trainer.sidecar.gpu.ring_memory import RingMemory
 from mps_trainer.sidecar.journal import Journal
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     change, value = sys.argv[1:3]
     sys.argv[1:3] = []
     if change == "drain":
-        loop._DRAIN_S = float(value)
+        draining.DRAIN_S = float(value)
     elif change == "mocked-driver":
         cuda = MockedCuda(int(value), sys.stderr)
         startup.ring_for = lambda device: RingMemory(device, cuda)

@@ -21,8 +21,11 @@ from mps_trainer.config.pace import PaceTuning
 from mps_trainer.run.engine_load import EngineLoad
 from mps_trainer.sidecar.pace.slowdown import Slowdown
 
-#: Not asked for so long: what was measured before does not go on.
+#: Not asked for so long: the window that is open then is of no kind, and the time earns what the totals prove.
 _LOOKED_AWAY_S = 0.25
+#: Silence with requests running is an iteration until it has lasted so many times the longest of late; what takes
+#: longer than the second number is a pause and no iteration.
+_LONGEST_TIMES, _NO_ITERATION_S = 3.0, 5.0
 #: A step that needs a longer rest than this before it is taken is too large.
 _LONGEST_REST_S = 5.0
 _ASK_AGAIN_S = 0.01
@@ -64,6 +67,8 @@ class Controller:
         self._busy = False
         self._iterations: deque[float] = deque(maxlen=31)
         self._last: EngineLoad | None = None
+        self._newest: EngineLoad | None = None
+        self._spans: deque[float] = deque(maxlen=100)
         self._steps: deque[float] = deque(maxlen=31)
         self._busy_s = self._trained_s = 0.0
         self._cost = self._presumed
@@ -76,17 +81,22 @@ class Controller:
             busy: without a load, what else says: is the GPU computing for others? None: presume that it is.
         """
         passed = 0.0 if self._asked is None else max(0.0, now - self._asked)
+        away = passed > _LOOKED_AWAY_S + self._longest_step
         self._asked = now
+        before = self._note_span(load, away=away)
         was_busy, self._busy = self._busy, self._is_busy(now, load, busy)
         if not self._busy:
             if was_busy:
                 self._stop(now, load)
             return True
-        if not was_busy or passed > _LOOKED_AWAY_S + self._longest_step:
+        if not was_busy:
             # Idle time earns nothing, or a burst would meet the begin of a batch.
             self._account = min(self._account, 0.0)
             self._stop(now, load)
             passed = min(passed, _LOOKED_AWAY_S)
+        elif away:
+            passed = self._busy_while_away(passed, before, load)
+            self._look_again(now, before, load)
         self._busy_s += passed
         measures = load is not None and self._tuning.fixed is None
         self._cost = self.slowdown.of(load.running) if load is not None and measures else self._presumed
@@ -112,6 +122,11 @@ class Controller:
         return min(_ASK_AGAIN_S, self._window_s / 4)
 
     @property
+    def busy(self) -> bool:
+        """Whether the engine was busy, or nobody could tell, when we were asked."""
+        return self._busy
+
+    @property
     def in_debt(self) -> bool:
         """Whether more was trained than the rollout may lose: only the floor does that for long."""
         return self._account < -self._window_s * self._cost
@@ -130,6 +145,11 @@ class Controller:
         return median(self._steps) if self._steps else None
 
     @property
+    def silent_s(self) -> float:
+        """Seconds after which an engine with requests that says nothing counts as idle."""
+        return max(self._tuning.silent, _LONGEST_TIMES * max(self._spans, default=0.0))
+
+    @property
     def _longest_step(self) -> float:
         return max(self._steps, default=0.0)
 
@@ -142,7 +162,35 @@ class Controller:
     def _is_busy(self, now: float, load: EngineLoad | None, busy: bool | None) -> bool:
         if load is None:
             return busy is not False
-        return bool(load.running + load.waiting) and now - load.at <= self._tuning.silent
+        return bool(load.running + load.waiting) and now - load.at <= self.silent_s
+
+    def _note_span(self, load: EngineLoad | None, *, away: bool) -> EngineLoad | None:
+        """Remember how long iterations are, those with prompts too; what was seen before."""
+        before = self._newest
+        if load is None or (before is not None and load.iterations == before.iterations):
+            # The first word of an iteration counts: later looks may show a silent engine without its requests.
+            return before
+        self._newest = load
+        worked = before is not None and not away and before.running + before.waiting
+        if before is not None and worked and load.iterations > before.iterations:
+            span = (load.at - before.at) / (load.iterations - before.iterations)
+            if 0 < span <= _NO_ITERATION_S:
+                self._spans.append(span)
+        return before
+
+    def _busy_while_away(self, passed: float, before: EngineLoad | None, load: EngineLoad | None) -> float:
+        """Seconds of an absence in which the engine surely worked: by its iterations, or a little where none tells."""
+        if before is None or load is None or not self._iterations:
+            return min(passed, _LOOKED_AWAY_S)
+        return min(passed, max(0, load.iterations - before.iterations) * median(self._iterations))
+
+    def _look_again(self, now: float, before: EngineLoad | None, load: EngineLoad | None) -> None:
+        """After an absence: the open window is dropped, and all that came before where the work has become another."""
+        self._last, self._window_since = None, now
+        if load is not None:
+            self.slowdown.drop(load)
+            if before is None or before.prefill != load.prefill:
+                self.slowdown.forget_row()
 
     def _look(self, load: EngineLoad) -> None:
         last, self._last = self._last, load

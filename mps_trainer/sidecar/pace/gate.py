@@ -1,11 +1,13 @@
 """Between the steps of the sidecar and the controller: what is owed, the floor, and what is said of it.
 
 A step that is refused stays owed and the loop goes on with records, scores, metrics and checkpoints; its loss is
-told with the next batch. What is owed grows to the steps of `owed_batches`; the oldest beyond are skipped and
-counted.
+told with the next batch. What is owed grows to the steps of the last `owed_batches` that brought any; the oldest
+beyond are skipped and counted, but never while a step may be taken.
 
-The floor of a batch is taken in the gap or wherever else the pace allows it; what is left of it when the next batch
+The floor of such a batch is taken in the gap or wherever else the pace allows it; what is left of it when the next one
 comes is taken at once, whatever it costs, and said when that happens batch after batch.
+
+At the end of the sidecar steps are taken beside an idle engine only; what is owed then is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -48,8 +50,11 @@ class Pace(Protocol):
     def wait_s(self, otherwise: float) -> float:
         """How long the loop may wait for a record before it asks again."""
 
-    def stop(self) -> None:
-        """The run ends: what is owed is taken without a pace."""
+    def drain(self, *, for_good: bool) -> None:
+        """The sidecar ends; `for_good`: no other follows, as far as is known."""
+
+    def close(self) -> None:
+        """Close what it looks at. Calling it again does nothing."""
 
     def describe(self, status: Status) -> None:
         """Fill in what `status.json` says of the pace."""
@@ -72,8 +77,11 @@ class NoPace:
         """As without a pace."""
         return otherwise
 
-    def stop(self) -> None:
-        """Nothing to stop."""
+    def drain(self, *, for_good: bool) -> None:
+        """Every step that is owed is taken, as always."""
+
+    def close(self) -> None:
+        """Nothing to close."""
 
     def describe(self, status: Status) -> None:
         """Nothing to say but what is owed."""
@@ -90,38 +98,43 @@ class Gate:
     def __init__(self, source: Source, settings: Settings, learner: Learner) -> None:
         self._source, self._settings, self._learner = source, settings, learner
         self._controller = Controller(settings.max_rollout_slowdown, settings.pace_tuning)
-        self._batches = learner.counters.batches
-        self._due_before = learner.steps_due
-        self._most_per_batch = 1
+        self._brought = owed_by_batch(learner.steps_due, settings)
+        self._arrived = 0
+        learner.on_due = self._falls_due
         self._floor = self._urgent = 0
         self._forced = False
         self._forced_batches: deque[bool] = deque(maxlen=_BATCHES)
         self._last_step = -1e9
-        self._resting = self._stopped = False
+        self._resting = self._draining = self._for_good = False
         self._sight = Sight("arrivals")
         self._told: set[str] = set()
 
     @property
     def defers(self) -> bool:
-        """Until the end of the run."""
-        return not self._stopped
+        """Always, also while draining: records are taken though their steps are not."""
+        return True
 
     @property
     def has_room(self) -> bool:
-        """Whether a batch more would lead to no skipping."""
-        return self._learner.steps_due <= (self._settings.pace_tuning.owed_batches - 1) * self._most_per_batch
+        """Whether a batch more would lead to no skipping. None is waited for at the end."""
+        if self._draining:
+            return False
+        full = len(self._brought) == self._brought.maxlen
+        return not full or self._learner.steps_due <= sum(self._brought) - self._brought[0]
 
     def may_step(self) -> bool:
-        """Whether the next step may be taken now; skips what is owed beyond the backlog."""
-        if self._stopped:
-            return True
+        """Whether the next step may be taken now; if not, skips what is owed beyond the backlog."""
         moment = now()
-        self._sight = self._source.look(moment, self._last_step)
+        self._sight = self._source.look(moment, self._last_step, self._controller.silent_s)
         self._count_batches()
         allowed = self._controller.may_step(moment, self._sight.load, busy=self._sight.busy)
-        if not allowed and self._urgent:
+        if self._draining:
+            allowed = not self._controller.busy or (self._for_good and self._nobody_can_tell)
+        elif not allowed and self._urgent:
             allowed = True
             self._forced = self._forced or self._controller.in_debt
+        if not allowed:
+            self._skip_oldest()
         self._resting = not allowed
         return allowed
 
@@ -129,7 +142,6 @@ class Gate:
         """A step has been taken."""
         self._last_step = now()
         self._controller.stepped(seconds)
-        self._due_before = self._learner.steps_due
         if self._urgent:
             self._urgent -= 1
         elif self._floor:
@@ -137,14 +149,18 @@ class Gate:
         self._speak()
 
     def wait_s(self, otherwise: float) -> float:
-        """Short while steps wait for the pace; a record ends the wait sooner."""
-        if self._resting and (self._learner.steps_due or self._learner.may_train):
+        """Short while steps wait for the pace, and none before it was asked; a record ends the wait sooner."""
+        due = self._learner.steps_due
+        if self._resting and (due or self._learner.may_train):
             return min(otherwise or 1.0, self._controller.rest_s())
-        return otherwise
+        return 0.0 if due else otherwise
 
-    def stop(self) -> None:
-        """The run ends."""
-        self._stopped = True
+    def drain(self, *, for_good: bool) -> None:
+        """From now on no floor and no account: a step beside an idle engine, or none."""
+        self._draining, self._for_good = True, for_good
+
+    def close(self) -> None:
+        """Close the files of engines."""
         self._source.close()
 
     def describe(self, status: Status) -> None:
@@ -155,26 +171,36 @@ class Gate:
         status.pace_slowdown = None if told.slowdown is None else round(told.slowdown, 4)
         status.pace_note = " ".join(self._notes().values())
 
+    @property
+    def _nobody_can_tell(self) -> bool:
+        return self._sight.load is None and self._sight.busy is None
+
+    def _falls_due(self, steps: int) -> None:
+        self._brought.append(steps)
+        self._arrived += 1
+
     def _count_batches(self) -> None:
-        learner = self._learner
-        arrived = learner.counters.batches - self._batches
-        if arrived:
-            self._batches += arrived
-            self._most_per_batch = max(self._most_per_batch, -(-(learner.steps_due - self._due_before) // arrived))
+        if self._arrived:
             self._forced_batches.append(self._forced)
             self._forced = False
-            floor = self._settings.min_steps_per_batch * arrived
+            floor = self._settings.min_steps_per_batch * self._arrived
             self._urgent += self._floor
             self._floor = floor
             if self._sight.source == "arrivals":
                 # A batch that has just come is the one sign of a gap that there is.
                 self._urgent, self._floor = self._urgent + floor, 0
-        too_many = learner.steps_due - self._settings.pace_tuning.owed_batches * self._most_per_batch
+            self._arrived = 0
+        self._bound_floor()
+
+    def _skip_oldest(self) -> None:
+        too_many = self._learner.steps_due - sum(self._brought)
         if too_many > 0:
-            learner.skip(too_many)
-        self._due_before = learner.steps_due
-        self._urgent = min(self._urgent, learner.steps_due)
-        self._floor = min(self._floor, learner.steps_due - self._urgent)
+            self._learner.skip(too_many)
+            self._bound_floor()
+
+    def _bound_floor(self) -> None:
+        self._urgent = min(self._urgent, self._learner.steps_due)
+        self._floor = min(self._floor, self._learner.steps_due - self._urgent)
 
     def _notes(self) -> dict[str, str]:
         notes, told, step_s = {}, self._controller.tell(), self._controller.step_s
@@ -197,6 +223,13 @@ class Gate:
             if kind not in self._told:
                 self._told.add(kind)
                 _log.warning("pace: %s", note)
+
+
+def owed_by_batch(due: int, settings: Settings) -> deque[int]:
+    """What a learner owes as a checkpoint left it, cut into batches, the oldest first; as one if none can tell."""
+    each = (settings.steps_per_batch if settings.schedule.train == "steps" else 0) or max(due, 1)
+    whole, rest = divmod(due, each)
+    return deque(([rest] if rest else []) + [each] * whole, maxlen=settings.pace_tuning.owed_batches)
 
 
 def pace_for(record: RunRecord, settings: Settings, learner: Learner) -> Pace:

@@ -85,6 +85,10 @@ class Slowdown:
             # The rest of a window after a whole one of its kind may be too short; that one stands for it.
             self.forget_row()
 
+    def drop(self, load: EngineLoad) -> None:
+        """Nothing is known of the window that is open; it begins anew with the iteration after this one."""
+        self._begin, self._first, self._trained_s = None, load.iterations, 0.0
+
     def forget_row(self) -> None:
         """What comes next does not follow what was: the engine was idle, or we looked away."""
         self._before = self._begin = self._change = None

@@ -60,18 +60,19 @@ class Source:
         self._idle_at = 0.0
         self._shares, self._heard = record.mps == "on", False
 
-    def look(self, now: float, last_step: float) -> Sight:
+    def look(self, now: float, last_step: float, silent_s: float | None = None) -> Sight:
         """As it is now; a few microseconds.
 
         Args:
             now: of `time.monotonic()`.
             last_step: when our last step ended.
+            silent_s: another patience than that of the settings: the engine's own iterations may take longer.
         """
         if now - self._found_at >= _FIND_S:
             self._found_at = now
             self._reader.find()
             self._heard = self._heard or self._reader.knows_any
-        load = self._reader.read(self._silent_s, _LOST_S)
+        load = self._reader.read(max(self._silent_s, silent_s or 0.0), _LOST_S)
         if load is not None:
             return Sight("engine", load)
         if now - self._nvml_at >= _NVML_LOOKS_BACK_S / 4:
