@@ -47,7 +47,7 @@ class Steps:
                 if not self._pace.may_step():
                     return False
                 self._take()
-                if self._pace.defers and self._pace.has_room and record_waits():
+                if self._pace.lets_records_pass and record_waits():
                     return not self._learner.steps_due
         return True
 

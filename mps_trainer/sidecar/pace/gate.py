@@ -38,8 +38,8 @@ class Pace(Protocol):
         """Whether steps that are due may wait for the pace, and then records overtake them."""
 
     @property
-    def has_room(self) -> bool:
-        """Whether the steps of one more batch may be owed."""
+    def lets_records_pass(self) -> bool:
+        """Whether a record that comes amid steps that are due waits for one of them only."""
 
     def may_step(self) -> bool:
         """Whether the next step may be taken now."""
@@ -64,7 +64,7 @@ class NoPace:
     """Every step at once, in the order that a run always has."""
 
     defers = False
-    has_room = False
+    lets_records_pass = False
 
     def may_step(self) -> bool:
         """Yes."""
@@ -115,15 +115,12 @@ class Gate:
         return True
 
     @property
-    def has_room(self) -> bool:
-        """Whether a batch more would lead to no skipping. None is waited for at the end."""
-        if self._draining:
-            return False
-        full = len(self._brought) == self._brought.maxlen
-        return not full or self._learner.steps_due <= sum(self._brought) - self._brought[0]
+    def lets_records_pass(self) -> bool:
+        """Until the end, where none is waited for."""
+        return not self._draining
 
     def may_step(self) -> bool:
-        """Whether the next step may be taken now; if not, skips what is owed beyond the backlog."""
+        """Whether the next step may be taken now."""
         moment = now()
         self._sight = self._source.look(moment, self._last_step, self._controller.silent_s)
         self._count_batches()
@@ -133,8 +130,6 @@ class Gate:
         elif not allowed and self._urgent:
             allowed = True
             self._forced = self._forced or self._controller.in_debt
-        if not allowed:
-            self._skip_oldest()
         self._resting = not allowed
         return allowed
 
@@ -178,6 +173,8 @@ class Gate:
     def _falls_due(self, steps: int) -> None:
         self._brought.append(steps)
         self._arrived += 1
+        # Also beside an idle engine: a trainer that falls behind for ever must not make scores late for ever.
+        self._skip_oldest()
 
     def _count_batches(self) -> None:
         if self._arrived:
