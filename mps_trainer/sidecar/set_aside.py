@@ -1,11 +1,11 @@
 """Experiences that killed a predecessor: taken out of training, kept, counted and named.
 
     supervisor: verdicts.json > here: a condemned record is not scored, journaled or taken; a condemned step's
-    experiences leave the replay buffer just before that step > set_aside/<name>.arrow and .json > status, log
+    experiences leave the replay buffer before any step > set_aside/<name>.arrow and .json > status, log
 
-A successor that starts from a checkpoint takes the same steps again, so the rows of step n are in its buffer when it
-comes to step n. What is condemned stays so for the whole run: a later life that passes there again does the same, and
-counts nothing twice.
+The number of the step says nothing: with a pace, or with `train: continuous`, a successor's step n has other rows. So
+the ids are banned for the whole run, wherever they come from (checkpoint, journal or ring): a later life does the same,
+and counts nothing twice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,8 +38,12 @@ class SetAside:
         self._folder = run_dir / "set_aside"
         condemned = [verdict for verdict in load_verdicts(run_dir) if verdict.condemned]
         self._records = {v.subject.record: v for v in condemned if v.subject.record is not None}
-        self._steps = [verdict for verdict in condemned if verdict.subject.record is None]
-        self.count = sum(map(_experiences_in, self._folder.glob("*.json")))
+        steps = [verdict for verdict in condemned if verdict.subject.record is None]
+        self._banned = {eid.encode(): verdict for verdict in reversed(steps) for eid in verdict.subject.eids}
+        notes = [_read_note(path) for path in sorted(self._folder.glob("*.json"))]
+        self._kept = {eid for note in notes for eid in note.eids}
+        self.count = sum(note.experiences for note in notes)
+        self._looked_at = 0
 
     def takes(self, name: RecordName, batch: PackedBatch) -> bool:
         """Whether this record is condemned; it is kept then, and nothing else may be done with it."""
@@ -50,16 +54,22 @@ class SetAside:
         return True
 
     def before_step(self, learner: Learner) -> None:
-        """Take the experiences that are condemned for the coming step out of the replay buffer."""
-        for verdict in [v for v in self._steps if v.subject.step <= learner.trainer.step]:
-            self._steps.remove(verdict)
-            # A checkpoint beyond that step was saved without them.
-            if verdict.subject.step < learner.trainer.step:
-                continue
-            ids = [eid.encode() for eid in verdict.subject.eids]
-            rows = learner.remove(ids)
-            if rows.num_rows:
-                self._keep(f"step-{verdict.subject.step}-{zlib.crc32(b' '.join(ids)):08x}", verdict, rows)
+        """Take what is banned out of the replay buffer; cheap while nothing new has come in."""
+        since, self._looked_at = self._looked_at, learner.replay.added
+        if not self._banned or since == learner.replay.added:
+            return
+        found = learner.replay.held(self._banned, since)
+        if not found:
+            return
+        known = [eid for eid in found if eid in self._kept]
+        if known:
+            # An earlier life has kept and counted these.
+            learner.remove(known)
+        for verdict in dict.fromkeys(self._banned[eid] for eid in found if eid not in self._kept):
+            ids = [eid for eid in found if eid not in self._kept and self._banned[eid] is verdict]
+            name = f"step-{verdict.subject.step}-{zlib.crc32(b' '.join(ids)):08x}"
+            self._keep(name, verdict, learner.remove(ids))
+            self._kept.update(ids)
 
     def _keep(self, name: str, verdict: Verdict, rows: PackedBatch) -> None:
         told = self._folder / f"{name}.json"
@@ -112,10 +122,17 @@ def _array(column: PackedColumn, num_rows: int) -> pa.Array:
     return pa.array(column.values)
 
 
-def _experiences_in(path: Path) -> int:
+@dataclass(frozen=True)
+class _Note:
+    experiences: int = 0
+    eids: frozenset[bytes] = frozenset()
+
+
+def _read_note(path: Path) -> _Note:
     try:
-        return int(json.loads(path.read_text())["experiences"])
+        facts = json.loads(path.read_text())
+        return _Note(int(facts["experiences"]), frozenset(str(eid).encode() for eid in facts.get("eids", ())))
     except (OSError, ValueError, TypeError, KeyError) as error:
         # A torn note is no reason for a sidecar to end.
         _log.warning("%s cannot be read, so it is not counted: %s", path, error)
-        return 0
+        return _Note()
