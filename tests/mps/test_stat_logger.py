@@ -13,7 +13,7 @@ import pytest
 
 from mps_trainer.config import load_settings
 from mps_trainer.run import RunRecord, run_paths, try_hold
-from mps_trainer.run.engine_load import LoadReader
+from mps_trainer.run.engine_load import LoadReader, load_folder
 from mps_trainer.vllm_plugin import stat_logger
 
 RUN = "abcd1234"
@@ -130,8 +130,9 @@ def test_fake_engine_goes_on_when_the_folder_or_the_statistics_are_not_as_expect
     for _ in range(3):
         logger.record(SimpleNamespace(), None)
     assert seen(record) is None, "what it said last would not become old"
-    Path(record.run_dir, "x").touch()
-    nowhere = stat_logger.logger_class(SimpleNamespace(run_dir=record.run_dir + "/gone"))(SimpleNamespace(), 0)
+    load_folder(Path(record.run_dir)).rmdir()
+    load_folder(Path(record.run_dir)).touch()
+    nowhere = kind(SimpleNamespace(), 0)
     nowhere.record(*stats())
     assert len([r for r in caplog.records if "cannot tell how busy" in r.message]) == 2
 
