@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mps_trainer.config.pace import is_paced
 from mps_trainer.errors import MpsTrainerError, PlacementError
 from mps_trainer.launcher.engine_shares import EngineShares
 from mps_trainer.launcher.gpu import gpu_at
@@ -68,6 +69,7 @@ class GpuShare:
         *,
         join: str = "plugin",
         insist: bool = False,
+        paced: bool = False,
         run_dir: Path | None = None,
         binary: str = CONTROL_BINARY,
         processes: Callable[[str], Sequence[GpuProcess]] = read_processes,
@@ -97,7 +99,7 @@ class GpuShare:
         self._summoned: tuple[int, float] | None = None
         self._membership = Membership(self.daemon, run_dir)
         self._server = ServerWatch(self.daemon)
-        self._utilization = Utilization(self._folder)
+        self._utilization = Utilization(self._folder, wanted=paced)
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
 
@@ -106,8 +108,10 @@ class GpuShare:
         """The share that a run file asks for."""
         settings = record.settings
         join, insist = str(settings["join"]), record.mps_wish == "on"
-        run_dir = Path(record.run_dir)
-        return cls(record.run_id, record.device, settings.get("memory"), join=join, insist=insist, run_dir=run_dir)
+        return cls(
+            record.run_id, record.device, settings.get("memory"), join=join, insist=insist,
+            paced=is_paced(str(settings.get("pace", "off")), record.mps), run_dir=Path(record.run_dir),
+        )  # fmt: skip
 
     def start(self) -> None:
         """Check, start the daemon, place the sidecar if its GPU is known, and listen to engines.
