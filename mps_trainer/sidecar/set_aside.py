@@ -41,7 +41,7 @@ class SetAside:
         steps = [verdict for verdict in condemned if verdict.subject.record is None]
         self._banned = {eid.encode(): verdict for verdict in reversed(steps) for eid in verdict.subject.eids}
         notes = [_read_note(path) for path in sorted(self._folder.glob("*.json"))]
-        self._kept = {eid for note in notes for eid in note.eids}
+        self._kept = {eid.encode() for note in notes for eid in note.eids}
         self.count = sum(note.experiences for note in notes)
         self._looked_at = 0
 
@@ -67,30 +67,33 @@ class SetAside:
             learner.remove(known)
         for verdict in dict.fromkeys(self._banned[eid] for eid in found if eid not in self._kept):
             ids = [eid for eid in found if eid not in self._kept and self._banned[eid] is verdict]
-            name = f"step-{verdict.subject.step}-{zlib.crc32(b' '.join(ids)):08x}"
-            self._keep(name, verdict, learner.remove(ids))
+            name = f"step-{verdict.subject.step}-{zlib.crc32(' '.join(verdict.subject.eids).encode()):08x}"
+            # They come in with several records, and one note tells of all.
+            self._keep(name, verdict, learner.remove(ids), more=True)
             self._kept.update(ids)
 
-    def _keep(self, name: str, verdict: Verdict, rows: PackedBatch) -> None:
+    def _keep(self, name: str, verdict: Verdict, rows: PackedBatch, *, more: bool = False) -> None:
         told = self._folder / f"{name}.json"
-        if told.exists():
+        if told.exists() and not more:
             return
+        before = _read_note(told) if told.exists() else _Note()
         eids = tuple(rows["eid"].text(i) for i in range(rows.num_rows))
         facts = {
-            "experiences": rows.num_rows,
+            "experiences": before.experiences + rows.num_rows,
             "stage": verdict.stage.name.lower(),
             "step": verdict.subject.step,
             "record": asdict(verdict.subject.record) if verdict.subject.record else None,
             "deaths": verdict.deaths,
             "cause": verdict.cause,
-            "eids": eids,
+            "eids": (*before.eids, *eids),
         }
         try:
             make_private(self._folder)
-            write_private(self._folder / f"{name}.arrow", to_arrow(rows))
+            arrow = told.with_suffix(".arrow")
+            write_private(arrow, to_arrow(rows, _read_rows(arrow, before.experiences)))
             # Last, because it counts: without it the rows are written again.
             write_private(told, json.dumps(facts, indent=1))
-        except OSError as error:
+        except (OSError, pa.ArrowInvalid) as error:
             # They would kill this sidecar too: better no copy of them than no run.
             _log.error("no copy of %s can be kept: %s", name, error)
         self.count += rows.num_rows
@@ -102,10 +105,12 @@ def reference(name: RecordName) -> RecordRef:
     return RecordRef(name.channel, name.seq, name.request_id, name.part, name.sent_ns)
 
 
-def to_arrow(rows: PackedBatch) -> bytes:
-    """An Arrow IPC file of the rows, which any reader of Arrow or Feather opens."""
+def to_arrow(rows: PackedBatch, before: pa.Table | None = None) -> bytes:
+    """An Arrow IPC file of the rows, after those of `before`, which any reader of Arrow or Feather opens."""
     arrays = {name: _array(column, rows.num_rows) for name, column in rows.columns.items()}
     table = pa.table(arrays)
+    if before is not None:
+        table = pa.concat_tables([before, table])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -125,13 +130,21 @@ def _array(column: PackedColumn, num_rows: int) -> pa.Array:
 @dataclass(frozen=True)
 class _Note:
     experiences: int = 0
-    eids: frozenset[bytes] = frozenset()
+    eids: tuple[str, ...] = ()
+
+
+def _read_rows(path: Path, count: int) -> pa.Table | None:
+    if not count:
+        return None
+    with pa.OSFile(str(path)) as file:
+        # Of rows beyond these no note tells: who wrote them was killed before.
+        return pa.ipc.open_file(file).read_all().slice(0, count)
 
 
 def _read_note(path: Path) -> _Note:
     try:
         facts = json.loads(path.read_text())
-        return _Note(int(facts["experiences"]), frozenset(str(eid).encode() for eid in facts.get("eids", ())))
+        return _Note(int(facts["experiences"]), tuple(map(str, facts.get("eids", ()))))
     except (OSError, ValueError, TypeError, KeyError) as error:
         # A torn note is no reason for a sidecar to end.
         _log.warning("%s cannot be read, so it is not counted: %s", path, error)

@@ -164,9 +164,11 @@ def test_what_is_banned_is_in_no_step_whatever_its_number_and_whenever_it_comes(
         assert len(learner.replay) == 9 * len(records)
     # Kept and counted once each over three lives, though they came in other company each time.
     assert aside.count == SetAside(tmp_path).count == 3
-    notes = (tmp_path / "set_aside").glob("*.json")
-    told = [eid for path in notes for eid in json.loads(path.read_text())["eids"]]
-    assert sorted(told) == ["e15", "e27", "e3"]
+    [told] = (tmp_path / "set_aside").glob("*.json")
+    facts = json.loads(told.read_text())
+    assert (facts["experiences"], sorted(facts["eids"])) == (3, ["e15", "e27", "e3"])
+    with pa.OSFile(str(told.with_suffix(".arrow"))) as file:
+        assert pa.ipc.open_file(file).read_all().column("eid").to_pylist() == facts["eids"]
 
 
 def test_a_look_for_banned_experiences_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
