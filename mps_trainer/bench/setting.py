@@ -24,6 +24,7 @@ from mps_trainer.mps.folder import MpsFolder, mps_folder
 from mps_trainer.mps.nvml import GpuFacts
 from mps_trainer.mps.placement import GpuPlacement
 from mps_trainer.run import is_held, new_run_id, run_paths
+from mps_trainer.run.engine_load import share_load
 from mps_trainer.vllm_plugin.plugin import RUN_VARIABLE
 
 
@@ -121,9 +122,7 @@ class Setting:
         """An engine speaks to one run; let the other paced sidecars hear it too."""
         for trainer in self._paced:
             if trainer is not self._heard and trainer.run_dir.is_dir():
-                for said in self._heard.run_dir.glob("load-*"):
-                    # Written in place, so both names show what it says now.
-                    (trainer.run_dir / said.name).hardlink_to(said)
+                share_load(self._heard.run_dir, trainer.run_dir)
 
     @property
     def _heard(self) -> SidecarTrainer:

@@ -6,18 +6,22 @@
     SIGKILL or SIGTERM from outside, the OOM killer, an error of ours set aside the second time
     seemed to hang, and went on when it was asked to end              not to blame: it was slow
 
-Only one record, or the experiences of one training step, are ever in work.
+Only one record, or the experiences of one training step, are ever in work. Where a successor takes the same steps again
+(no pace, no `train: continuous`), the second time is the same step with the same experiences. Elsewhere steps are
+drawn anew: there it is a step that shares experiences with one before, and only what they share is set aside.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
+from dataclasses import replace
 from pathlib import Path
 
+from mps_trainer.config.pace import is_paced
 from mps_trainer.errors import RunError
 from mps_trainer.launcher.process import describe_exit
-from mps_trainer.run import Status, exit_codes
+from mps_trainer.run import RunRecord, Status, exit_codes
 from mps_trainer.run.doing import WITH_EXPERIENCES, Doing, Subject, forget_doing, read_doing
 from mps_trainer.run.verdicts import Verdict, load_verdicts, save_verdicts
 
@@ -30,11 +34,24 @@ _DEATHS_FROM_OUTSIDE = 2
 
 
 class Autopsy:
-    """Looks at each death of a run's sidecars, and writes the verdicts that a successor obeys."""
+    """Looks at each death of a run's sidecars, and writes the verdicts that a successor obeys.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        steps_recur: a successor takes the same training steps again, with the same experiences.
+    """
+
+    def __init__(self, run_dir: Path, *, steps_recur: bool = True) -> None:
         self._run_dir = run_dir
+        self._steps_recur = steps_recur
         self._unsaved: list[Verdict] = []
+
+    @classmethod
+    def of_run(cls, record: RunRecord) -> Autopsy:
+        """The autopsies of the run's sidecars."""
+        settings = record.settings
+        continuous = settings.get("schedule", {}).get("train") == "continuous"
+        paced = is_paced(str(settings.get("pace", "off")), record.mps)
+        return cls(Path(record.run_dir), steps_recur=not (paced or continuous))
 
     def doing(self) -> str:
         """What the dead sidecar was doing, in words; "" when it said nothing."""
@@ -64,15 +81,23 @@ class Autopsy:
         why = f" ({cause.splitlines()[0].partition(' (experiences')[0]})" if code == exit_codes.GPU_FAULT else ""
         if not verdict.condemned:
             return f"; it was {found}: set aside if that happens again"
+        found = replace(found, subject=verdict.subject)
         log.error("set aside after %d death%s: %s", verdict.deaths, "s" if verdict.deaths > 1 else "", found)
         return f"{why}; it was {found}: set aside"
 
     def _count(self, found: Doing, subject: Subject, cause: str, at_once: bool) -> Verdict:
         verdicts = self._unsaved or load_verdicts(self._run_dir)
-        known = next((i for i, verdict in enumerate(verdicts) if _same(verdict.subject, subject)), len(verdicts))
-        deaths = verdicts[known].deaths + 1 if known < len(verdicts) else 1
+        before = self._before(verdicts, subject)
+        deaths = 1 + max((verdicts[i].deaths for i in before), default=0)
         condemned = at_once or deaths >= _DEATHS_FROM_OUTSIDE
-        verdicts[known : known + 1] = [Verdict(found.stage, subject, deaths, cause, condemned)]
+        if condemned and not at_once and not self._same_every_time(subject):
+            # What killed both is in both.
+            suspects = {eid for i in before for eid in verdicts[i].subject.eids}
+            subject = replace(subject, eids=tuple(eid for eid in subject.eids if eid in suspects))
+        verdict = Verdict(found.stage, subject, deaths, cause, condemned)
+        place = before[0] if before else len(verdicts)
+        verdicts = [other for i, other in enumerate(verdicts) if i not in before]
+        verdicts.insert(place, verdict)
         self._unsaved = []
         try:
             save_verdicts(self._run_dir, verdicts)
@@ -80,7 +105,22 @@ class Autopsy:
             # The next death tries again; until then a successor may die of the same experiences.
             self._unsaved = verdicts
             log.error("the next sidecar will not know that %s is to be set aside: %s", subject, problem)
-        return verdicts[known]
+        return verdict
+
+    def _before(self, verdicts: list[Verdict], subject: Subject) -> list[int]:
+        """The verdicts that speak of the same: places, ascending."""
+        if self._same_every_time(subject):
+            return [i for i, verdict in enumerate(verdicts) if _same(verdict.subject, subject)][:1]
+        eids = set(subject.eids)
+        return [
+            i
+            for i, verdict in enumerate(verdicts)
+            # What is condemned is in no step any more.
+            if verdict.subject.record is None and not verdict.condemned and not eids.isdisjoint(verdict.subject.eids)
+        ]
+
+    def _same_every_time(self, subject: Subject) -> bool:
+        return self._steps_recur or subject.record is not None
 
     def _cause(self, code: int) -> str:
         if code == exit_codes.GPU_FAULT:

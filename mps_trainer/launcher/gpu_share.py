@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mps_trainer.config.pace import is_paced
 from mps_trainer.errors import MpsTrainerError, PlacementError
 from mps_trainer.launcher.engine_shares import EngineShares
 from mps_trainer.launcher.gpu import gpu_at
@@ -98,8 +99,7 @@ class GpuShare:
         self._summoned: tuple[int, float] | None = None
         self._membership = Membership(self.daemon, run_dir)
         self._server = ServerWatch(self.daemon)
-        # Nobody else asks for it.
-        self._utilization = Utilization(self._folder) if paced else None
+        self._utilization = Utilization(self._folder, wanted=paced)
         self.plan: MemoryPlan | None = None
         self.wake: Callable[[], object] = lambda: None
 
@@ -107,9 +107,10 @@ class GpuShare:
     def of_run(cls, record: RunRecord) -> GpuShare:
         """The share that a run file asks for."""
         settings = record.settings
+        join, insist = str(settings["join"]), record.mps_wish == "on"
         return cls(
-            record.run_id, record.device, settings.get("memory"), join=str(settings["join"]),
-            insist=record.mps_wish == "on", paced=settings.get("pace", "off") != "off", run_dir=Path(record.run_dir),
+            record.run_id, record.device, settings.get("memory"), join=join, insist=insist,
+            paced=is_paced(str(settings.get("pace", "off")), record.mps), run_dir=Path(record.run_dir),
         )  # fmt: skip
 
     def start(self) -> None:
@@ -198,7 +199,7 @@ class GpuShare:
         """Prove engines that are up, and see who else is on the GPU. Called often; looks at the GPU now and then."""
         self.prove_engines()
         self._folder.set_hold(self.must_not_change)
-        if self._gpu is not None and self._utilization is not None:
+        if self._gpu is not None:
             self._utilization.sample(self._gpu.uuid)
         if self._neighbours is None or not (self._sidecar_pid or self._neighbours.reason):
             return

@@ -94,7 +94,11 @@ def remove_leftovers() -> list[Leftover]:
     # Last, because they are what makes a run known, and only when nothing of it waits any more.
     waiting = {item.run_id for item in shm_objects()}
     for path in state_files:
-        if _run_of(path) not in waiting:
+        if _run_of(path) in waiting:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink(missing_ok=True)
     return [item for item in found if not item.path.exists()]
 

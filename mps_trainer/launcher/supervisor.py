@@ -74,7 +74,7 @@ class Supervisor:
         self._ready_timeout = float(record.settings["ready_timeout"])
         self._restarts = RestartBudget(int(record.settings["max_restarts"]))
         self._status = RunStatus(record)
-        self._autopsy = Autopsy(Path(record.run_dir))
+        self._autopsy = Autopsy.of_run(record)
         self._watchdog = Watchdog(Path(record.run_dir), float(record.settings["hang_timeout"]))
         self._reported_failure = ("", "")
         self._wakeups = Wakeups(record.owner_lock, share.look_around if share else lambda: None, place.look)

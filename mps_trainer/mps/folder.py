@@ -5,6 +5,7 @@ log/            control.log and server.log (CUDA_MPS_LOG_DIRECTORY)
 control.lock    serialises questions to the daemon
 summons         the socket on which a vLLM engine asks whether it shall join
 pause           while it is there the sidecar launches nothing; it holds the reason
+utilization     what NVML says of the GPU, for the pace of a run that hears of no engine (`utilization.py`)
 hold            while it is there the sidecar does not end for idling: an engine is measuring memory
 """
 

@@ -63,7 +63,7 @@ def try_hold(path: Path, note: str = "") -> HeldLock | None:
     while True:
         descriptor = _open(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
+            hold_descriptor(descriptor)
         except OSError as error:
             os.close(descriptor)
             if error.errno in (errno.EAGAIN, errno.EACCES):
@@ -85,9 +85,19 @@ def is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_RDLCK))
+        return is_descriptor_held(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hold_descriptor(descriptor: int) -> None:
+    """Take the lock of an open file of one's own, until it is closed; OSError when another has it."""
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
+
+
+def is_descriptor_held(descriptor: int) -> bool:
+    """Whether another opening of this open file holds its lock."""
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_RDLCK))
     kind: int = _FLOCK.unpack(answer)[0]
     return kind != fcntl.F_UNLCK
 

@@ -6,6 +6,7 @@
     <state folder>/runs/<run_id>.lock    held by the supervisor for life
     <state folder>/runs/<run_id>.sidecar.lock    held by the sidecar for life
     <state folder>/runs/<run_id>.owner.lock      held by `mps-trainer run`, if that started it
+    <state folder>/runs/<run_id>.load/           how busy each engine is (`engine_load`); each file held by its engine
 
 The derived Trinity config carries the path of the JSON file, because the driver's environment does not reach
 Trinity's actors.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import socket
 import stat
 from collections.abc import Iterator
@@ -124,6 +126,11 @@ class RunPaths:
         """There while the supervisor ends a sidecar to start another one: then the run's channels have to stay."""
         return self.run_file.with_suffix(".successor")
 
+    @property
+    def load_folder(self) -> Path:
+        """Where the run's engines say how busy they are; made by the first of them."""
+        return self.run_file.with_suffix(".load")
+
     def remove(self, *, keep_record: bool = False) -> None:
         """Delete the run's files from the state folder; the run folder with its results stays.
 
@@ -133,6 +140,8 @@ class RunPaths:
         locks = (self.supervisor_lock, self.sidecar_lock, self.owner_lock)
         for path in (*(() if keep_record else (self.run_file,)), *locks, self.successor_file):
             path.unlink(missing_ok=True)
+        # An engine that goes on writes into nothing.
+        shutil.rmtree(self.load_folder, ignore_errors=True)
 
 
 def state_dir() -> Path:

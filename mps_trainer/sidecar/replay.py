@@ -154,6 +154,11 @@ class ReplayBuffer:
         """Note (n,) losses of the experiences of the last draw, for `sampling: priority`."""
         self._tags["priority"][draw.places] = self._sampler.priority(losses)
 
+    def held(self, eids: Collection[bytes], number: int = 0) -> list[bytes]:
+        """Which of these ids the experiences have that came in `number`-th or later and are held, the oldest first."""
+        fresh = self._order()[self._size - len(self.numbers_from(number)) :]
+        return [eid for place in fresh if (eid := self._store[_EID][place].tobytes()) in eids]
+
     def remove(self, eids: Collection[bytes]) -> PackedBatch:
         """Take out the experiences with these ids, in order; they stay known, so that none comes in again."""
         wanted = set(eids)

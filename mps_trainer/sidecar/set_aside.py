@@ -1,11 +1,11 @@
 """Experiences that killed a predecessor: taken out of training, kept, counted and named.
 
     supervisor: verdicts.json > here: a condemned record is not scored, journaled or taken; a condemned step's
-    experiences leave the replay buffer just before that step > set_aside/<name>.arrow and .json > status, log
+    experiences leave the replay buffer before any step > set_aside/<name>.arrow and .json > status, log
 
-A successor that starts from a checkpoint takes the same steps again, so the rows of step n are in its buffer when it
-comes to step n. What is condemned stays so for the whole run: a later life that passes there again does the same, and
-counts nothing twice.
+The number of the step says nothing: with a pace, or with `train: continuous`, a successor's step n has other rows. So
+the ids are banned for the whole run, wherever they come from (checkpoint, journal or ring): a later life does the same,
+and counts nothing twice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,8 +38,12 @@ class SetAside:
         self._folder = run_dir / "set_aside"
         condemned = [verdict for verdict in load_verdicts(run_dir) if verdict.condemned]
         self._records = {v.subject.record: v for v in condemned if v.subject.record is not None}
-        self._steps = [verdict for verdict in condemned if verdict.subject.record is None]
-        self.count = sum(map(_experiences_in, self._folder.glob("*.json")))
+        steps = [verdict for verdict in condemned if verdict.subject.record is None]
+        self._banned = {eid.encode(): verdict for verdict in reversed(steps) for eid in verdict.subject.eids}
+        notes = [_read_note(path) for path in sorted(self._folder.glob("*.json"))]
+        self._kept = {eid.encode() for note in notes for eid in note.eids}
+        self.count = sum(note.experiences for note in notes)
+        self._looked_at = 0
 
     def takes(self, name: RecordName, batch: PackedBatch) -> bool:
         """Whether this record is condemned; it is kept then, and nothing else may be done with it."""
@@ -50,37 +54,46 @@ class SetAside:
         return True
 
     def before_step(self, learner: Learner) -> None:
-        """Take the experiences that are condemned for the coming step out of the replay buffer."""
-        for verdict in [v for v in self._steps if v.subject.step <= learner.trainer.step]:
-            self._steps.remove(verdict)
-            # A checkpoint beyond that step was saved without them.
-            if verdict.subject.step < learner.trainer.step:
-                continue
-            ids = [eid.encode() for eid in verdict.subject.eids]
-            rows = learner.remove(ids)
-            if rows.num_rows:
-                self._keep(f"step-{verdict.subject.step}-{zlib.crc32(b' '.join(ids)):08x}", verdict, rows)
-
-    def _keep(self, name: str, verdict: Verdict, rows: PackedBatch) -> None:
-        told = self._folder / f"{name}.json"
-        if told.exists():
+        """Take what is banned out of the replay buffer; cheap while nothing new has come in."""
+        since, self._looked_at = self._looked_at, learner.replay.added
+        if not self._banned or since == learner.replay.added:
             return
+        found = learner.replay.held(self._banned, since)
+        if not found:
+            return
+        known = [eid for eid in found if eid in self._kept]
+        if known:
+            # An earlier life has kept and counted these.
+            learner.remove(known)
+        for verdict in dict.fromkeys(self._banned[eid] for eid in found if eid not in self._kept):
+            ids = [eid for eid in found if eid not in self._kept and self._banned[eid] is verdict]
+            name = f"step-{verdict.subject.step}-{zlib.crc32(' '.join(verdict.subject.eids).encode()):08x}"
+            # They come in with several records, and one note tells of all.
+            self._keep(name, verdict, learner.remove(ids), more=True)
+            self._kept.update(ids)
+
+    def _keep(self, name: str, verdict: Verdict, rows: PackedBatch, *, more: bool = False) -> None:
+        told = self._folder / f"{name}.json"
+        if told.exists() and not more:
+            return
+        before = _read_note(told) if told.exists() else _Note()
         eids = tuple(rows["eid"].text(i) for i in range(rows.num_rows))
         facts = {
-            "experiences": rows.num_rows,
+            "experiences": before.experiences + rows.num_rows,
             "stage": verdict.stage.name.lower(),
             "step": verdict.subject.step,
             "record": asdict(verdict.subject.record) if verdict.subject.record else None,
             "deaths": verdict.deaths,
             "cause": verdict.cause,
-            "eids": eids,
+            "eids": (*before.eids, *eids),
         }
         try:
             make_private(self._folder)
-            write_private(self._folder / f"{name}.arrow", to_arrow(rows))
+            arrow = told.with_suffix(".arrow")
+            write_private(arrow, to_arrow(rows, _read_rows(arrow, before.experiences)))
             # Last, because it counts: without it the rows are written again.
             write_private(told, json.dumps(facts, indent=1))
-        except OSError as error:
+        except (OSError, pa.ArrowInvalid) as error:
             # They would kill this sidecar too: better no copy of them than no run.
             _log.error("no copy of %s can be kept: %s", name, error)
         self.count += rows.num_rows
@@ -92,10 +105,12 @@ def reference(name: RecordName) -> RecordRef:
     return RecordRef(name.channel, name.seq, name.request_id, name.part, name.sent_ns)
 
 
-def to_arrow(rows: PackedBatch) -> bytes:
-    """An Arrow IPC file of the rows, which any reader of Arrow or Feather opens."""
+def to_arrow(rows: PackedBatch, before: pa.Table | None = None) -> bytes:
+    """An Arrow IPC file of the rows, after those of `before`, which any reader of Arrow or Feather opens."""
     arrays = {name: _array(column, rows.num_rows) for name, column in rows.columns.items()}
     table = pa.table(arrays)
+    if before is not None:
+        table = pa.concat_tables([before, table])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -112,10 +127,25 @@ def _array(column: PackedColumn, num_rows: int) -> pa.Array:
     return pa.array(column.values)
 
 
-def _experiences_in(path: Path) -> int:
+@dataclass(frozen=True)
+class _Note:
+    experiences: int = 0
+    eids: tuple[str, ...] = ()
+
+
+def _read_rows(path: Path, count: int) -> pa.Table | None:
+    if not count:
+        return None
+    with pa.OSFile(str(path)) as file:
+        # Of rows beyond these no note tells: who wrote them was killed before.
+        return pa.ipc.open_file(file).read_all().slice(0, count)
+
+
+def _read_note(path: Path) -> _Note:
     try:
-        return int(json.loads(path.read_text())["experiences"])
+        facts = json.loads(path.read_text())
+        return _Note(int(facts["experiences"]), tuple(map(str, facts.get("eids", ()))))
     except (OSError, ValueError, TypeError, KeyError) as error:
         # A torn note is no reason for a sidecar to end.
         _log.warning("%s cannot be read, so it is not counted: %s", path, error)
-        return 0
+        return _Note()

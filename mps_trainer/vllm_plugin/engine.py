@@ -33,6 +33,41 @@ def visible_gpus(cuda_visible_devices: str | None) -> tuple[str, ...]:
         pynvml.nvmlShutdown()
 
 
+def own_gpus(visible: tuple[str, ...], vllm_config: Any, engine_index: int) -> tuple[tuple[str, ...], bool]:
+    """Those of the visible GPUs that one engine is on, and whether it is on all of them.
+
+    vLLM gives local rank r of a data parallel group, whose processes may all see every GPU, the r-th lot of as many
+    GPUs as an engine has workers. Where Ray places the workers, or a rank is on another machine, nobody can say here.
+
+    Args:
+        engine_index: as a stat logger gets it: the rank in the data parallel group.
+    """
+    parallel = getattr(vllm_config, "parallel_config", None)
+    workers = getattr(parallel, "world_size", None)
+    if parallel is None or workers is None:
+        return visible, len(visible) == 1
+    if len(visible) <= workers:
+        return visible, bool(visible)
+    backends = (getattr(parallel, name, None) for name in ("distributed_executor_backend", "data_parallel_backend"))
+    rank = _local_rank(parallel, engine_index)
+    own = visible[rank * workers : (rank + 1) * workers] if rank is not None else ()
+    if len(own) < workers or "ray" in backends:
+        return visible, False
+    return own, True
+
+
+def _local_rank(parallel: Any, engine_index: int) -> int | None:
+    if getattr(parallel, "data_parallel_size", 1) <= 1:
+        return 0
+    local = getattr(parallel, "data_parallel_rank_local", None)
+    if local is not None:
+        return int(local)
+    # One front end for several ranks, its own first.
+    first = getattr(parallel, "data_parallel_index", None)
+    rank = engine_index - int(parallel.data_parallel_rank if first is None else first)
+    return rank if 0 <= rank < parallel.data_parallel_size_local else None
+
+
 def follow_engine(session: EngineSession, utilization: float | None) -> None:
     """Lower the memory share of the engine that this process builds, and report when it is up."""
     # By name, since vLLM is no dependency of ours; it is what is calling us.

@@ -22,7 +22,7 @@ from mps_trainer.config import load_settings
 from mps_trainer.config.pace import is_paced
 from mps_trainer.run import RunRecord, run_paths
 from mps_trainer.run.engine_load import LoadFile
-from mps_trainer.vllm_plugin.engine import visible_gpus
+from mps_trainer.vllm_plugin.engine import own_gpus, visible_gpus
 from mps_trainer.vllm_plugin.plugin import find_run
 
 log = logging.getLogger("mps_trainer.vllm_plugin")
@@ -58,7 +58,7 @@ def paced_run() -> RunRecord | None:
 
 
 def logger_class(record: RunRecord) -> type:
-    """A subclass of vLLM's `StatLoggerBase` that writes into the run folder of `record`; one object an engine."""
+    """A subclass of vLLM's `StatLoggerBase` that speaks to the run `record`; one object an engine."""
     base: type = importlib.import_module("vllm.v1.metrics.loggers").StatLoggerBase
     run_dir = Path(record.run_dir)
 
@@ -66,7 +66,7 @@ def logger_class(record: RunRecord) -> type:
         """Never raises: what goes wrong costs the signal, and the pace then goes by other signs."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            self._file = open_file(run_dir, engine_index)
+            self._file = open_file(run_dir, vllm_config, engine_index)
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
             if self._file is not None and scheduler_stats is not None:
@@ -85,10 +85,11 @@ def logger_class(record: RunRecord) -> type:
     return EngineLoadLogger
 
 
-def open_file(run_dir: Path, engine_index: int) -> LoadFile | None:
+def open_file(run_dir: Path, vllm_config: Any, engine_index: int) -> LoadFile | None:
     """The engine's file; None, told in the log, when there cannot be one."""
     try:
-        return LoadFile(run_dir, engine_index, _gpus())
+        gpus, sure = own_gpus(_gpus(), vllm_config, engine_index)
+        return LoadFile(run_dir, engine_index, gpus, sure=sure)
     except Exception as error:  # noqa: BLE001  # the rollout comes first
         log.warning("mps-trainer: cannot tell how busy the engine is: %s", error)
         return None

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from mps_trainer.launcher.autopsy import Autopsy
-from mps_trainer.run import State, Status, exit_codes
+from mps_trainer.run import RunRecord, State, Status, exit_codes
 from mps_trainer.run.doing import DoingFile, RecordRef, Stage, read_doing
 from mps_trainer.run.verdicts import load_verdicts
 
 RECORD = RecordRef("/c", 7, 3, 0, 99)
 
 
-def die(run_dir: Path, stage: Stage = Stage.SCORING, record: RecordRef | None = RECORD, step: int = 4) -> None:
+def die(
+    run_dir: Path, stage: Stage = Stage.SCORING, record: RecordRef | None = RECORD, step: int = 4, eids: str = "ab"
+) -> None:
     file = DoingFile(run_dir, 8)
-    file.begin(step, record, struct.pack("3i", 0, 1, 2), b"ab")
+    file.begin(step, record, struct.pack(f"{len(eids) + 1}i", *range(len(eids) + 1)), eids.encode())
     file.stage(stage)
     file.close()
 
@@ -80,6 +82,49 @@ def test_a_step_is_known_by_its_number_and_its_experiences(tmp_path: Path) -> No
         die(tmp_path, Stage.TRAINING, None, step)
         Autopsy(tmp_path).judge(-signal.SIGKILL)
     assert [(v.subject.step, v.condemned) for v in load_verdicts(tmp_path)] == [(4, True), (5, False)]
+
+
+def test_where_steps_are_drawn_anew_two_kills_condemn_what_both_steps_had(tmp_path: Path) -> None:
+    said = []
+    for step, eids in ((4, "abp"), (9, "cd"), (2, "pce"), (4, "fg"), (7, "afx")):
+        die(tmp_path, Stage.TRAINING, None, step, eids)
+        said.append(Autopsy(tmp_path, steps_recur=False).judge(-signal.SIGKILL))
+    # c is an innocent that the second step shared; what is condemned already condemns nothing else.
+    assert [(v.subject.step, "".join(v.subject.eids), v.deaths, v.condemned) for v in load_verdicts(tmp_path)] == [
+        (2, "pc", 2, True),
+        (7, "f", 2, True),
+    ]
+    assert "training step 2 (experiences p, c): set aside" in said[2]
+    assert "if that happens again" in said[3]
+
+
+def test_where_steps_are_drawn_anew_a_crash_condemns_the_whole_step_at_once(tmp_path: Path) -> None:
+    for step, eids in ((4, "abp"), (9, "acd")):
+        die(tmp_path, Stage.TRAINING, None, step, eids)
+        Autopsy(tmp_path, steps_recur=False).judge(-signal.SIGSEGV)
+    assert ["".join(v.subject.eids) for v in load_verdicts(tmp_path) if v.condemned] == ["abp", "acd"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mps", "recur"),
+    [
+        ({"pace": "auto"}, "off", True),
+        ({"pace": "auto"}, "on", False),
+        ({"pace": "off", "schedule": {"train": "steps"}}, "on", True),
+        ({"pace": "off", "schedule": {"train": "continuous"}}, "off", False),
+    ],
+)
+def test_steps_recur_without_a_pace_and_but_for_training_all_the_time(
+    tmp_path: Path, settings: dict[str, object], mps: str, recur: bool
+) -> None:
+    record = RunRecord(
+        run_id="abcd1234", config="", derived_config="", run_dir=str(tmp_path), ray_namespace="", settings=settings,
+        mps=mps,
+    )  # fmt: skip
+    for step, eids in ((4, "ab"), (5, "bc")):
+        die(tmp_path, Stage.TRAINING, None, step, eids)
+        Autopsy.of_run(record).judge(-signal.SIGKILL)
+    assert [v.condemned for v in load_verdicts(tmp_path)] == ([False, False] if recur else [True])
 
 
 @pytest.mark.parametrize("stage", [Stage.WAITING, Stage.SAVING])

@@ -13,8 +13,9 @@ import pytest
 
 from mps_trainer.config import load_settings
 from mps_trainer.run import RunRecord, run_paths, try_hold
-from mps_trainer.run.engine_load import LoadReader
+from mps_trainer.run.engine_load import LoadReader, load_folder
 from mps_trainer.vllm_plugin import stat_logger
+from mps_trainer.vllm_plugin.engine import own_gpus
 
 RUN = "abcd1234"
 GROUP = "vllm.stat_logger_plugins"
@@ -130,8 +131,9 @@ def test_fake_engine_goes_on_when_the_folder_or_the_statistics_are_not_as_expect
     for _ in range(3):
         logger.record(SimpleNamespace(), None)
     assert seen(record) is None, "what it said last would not become old"
-    Path(record.run_dir, "x").touch()
-    nowhere = stat_logger.logger_class(SimpleNamespace(run_dir=record.run_dir + "/gone"))(SimpleNamespace(), 0)
+    load_folder(Path(record.run_dir)).rmdir()
+    load_folder(Path(record.run_dir)).touch()
+    nowhere = kind(SimpleNamespace(), 0)
     nowhere.record(*stats())
     assert len([r for r in caplog.records if "cannot tell how busy" in r.message]) == 2
 
@@ -143,3 +145,74 @@ def test_a_synchronous_fake_engine_is_given_the_logger(run):
     engine.logger_manager.stat_loggers[0].record(scheduler_stats=stats()[0], iteration_stats=None, engine_idx=0)
     assert seen(record).running == 3
     assert not stat_logger.attach(SimpleNamespace(logger_manager=None))
+
+
+def parallel(**changes):
+    """As vLLM 0.23 with one engine; `world_size` is the workers of each."""
+    known = {
+        "world_size": 1, "data_parallel_size": 1, "data_parallel_size_local": 1, "data_parallel_rank": 0,
+        "data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_backend": "mp",
+        "distributed_executor_backend": "mp",
+    }  # fmt: skip
+    return SimpleNamespace(parallel_config=SimpleNamespace(**{**known, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("config", "index", "visible", "found"),
+    [
+        (parallel(), 0, "a", ("a", True)),
+        (parallel(), 0, "abcd", ("a", True)),
+        (parallel(world_size=2), 0, "abcd", ("ab", True)),
+        # One front end of four ranks that all see every GPU, as in `--data-parallel-size 4`.
+        (parallel(data_parallel_size=4, data_parallel_size_local=4), 2, "abcd", ("c", True)),
+        (parallel(world_size=2, data_parallel_size=2, data_parallel_size_local=2), 1, "abcd", ("cd", True)),
+        # The second of two machines, ranks 2 and 3.
+        (parallel(data_parallel_size=4, data_parallel_size_local=2, data_parallel_index=2), 3, "ab", ("b", True)),
+        # A rank on the other machine.
+        (parallel(data_parallel_size=4, data_parallel_size_local=2), 3, "ab", ("ab", False)),
+        # One engine a process, which sees every GPU, or its own alone.
+        (parallel(data_parallel_size=2, data_parallel_rank=1, data_parallel_rank_local=1), 1, "ab", ("b", True)),
+        (parallel(data_parallel_size=2, data_parallel_rank=1, data_parallel_rank_local=1), 1, "b", ("b", True)),
+        (parallel(distributed_executor_backend="ray"), 0, "ab", ("ab", False)),
+        (parallel(data_parallel_size=2, data_parallel_backend="ray"), 1, "ab", ("ab", False)),
+        (SimpleNamespace(), 0, "ab", ("ab", False)),
+        (None, 0, "a", ("a", True)),
+        (parallel(), 0, "", ("", False)),
+    ],
+)
+def test_a_fake_engine_names_its_own_gpus_where_it_knows_them(config, index, visible, found):
+    gpus, sure = own_gpus(tuple(visible), config, index)
+    assert ("".join(gpus), sure) == found
+
+
+def test_fake_data_parallel_ranks_are_heard_on_their_own_gpu_alone(run, monkeypatch):
+    record = run()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-a")
+    kind = stat_logger.logger_class(record)
+    config = parallel(data_parallel_size=2, data_parallel_size_local=2)
+    loggers = [kind(config, index) for index in range(2)]
+    for logger, running in zip(loggers, (100, 3), strict=True):
+        logger.record(*stats(running=running))
+    load = seen(record)
+    assert (load.running, load.engines, load.located) == (3, 1, True)
+
+
+def test_the_logger_fits_the_real_vllm(run, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    loggers = pytest.importorskip("vllm.v1.metrics.loggers", exc_type=ImportError)
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+    record = run()
+    kind = stat_logger.logger_class(record)
+    assert issubclass(kind, loggers.StatLoggerBase)
+    # As its manager makes and calls a logger of the group.
+    adapter = loggers.PerEngineStatLoggerAdapter(parallel(), [0], kind)
+    adapter.log_engine_initialized()
+    scheduler, iteration = SchedulerStats(num_running_reqs=3, num_waiting_reqs=2), IterationStats()
+    iteration.num_generation_tokens = 3
+    adapter.record(scheduler, iteration, mm_cache_stats=None, engine_idx=0)
+    adapter.record(scheduler, None, engine_idx=0)
+    adapter.log()
+    load = seen(record)
+    assert (load.running, load.waiting, load.iterations, load.tokens, load.prefill) == (3, 2, 2, 3, 0)

@@ -1,5 +1,6 @@
 """What the supervisor writes of a GPU's utilization, with a mocked driver."""
 
+import itertools
 import logging
 import time
 from types import SimpleNamespace
@@ -43,17 +44,51 @@ def test_utilization_with_a_mocked_driver_is_read_back_and_not_sampled_at_every_
     assert abs(time.monotonic() - at) < 5
 
 
-def test_a_mocked_driver_that_does_not_tell_is_asked_once(folder, monkeypatch, caplog):
-    def refuse(gpu):
-        raise pynvml.NVMLError(3)
+def test_a_mocked_driver_that_does_not_tell_is_asked_ever_less_often_and_believed_again(folder, monkeypatch, caplog):
+    clock, asked, works = [100.0], [], []
 
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", refuse)
+    def ask(gpu):
+        asked.append(clock[0])
+        if not works:
+            raise pynvml.NVMLError(3)
+        return SimpleNamespace(gpu=42)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", ask)
     caplog.set_level(logging.INFO, "mps_trainer.supervisor")
     sampler = Utilization(folder)
-    sampler.sample("GPU-a")
-    sampler.sample("GPU-a")
+    for _ in range(600):
+        sampler.sample("GPU-a")
+        clock[0] += 0.5
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert gaps[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0]
+    assert max(gaps) == 60.0
     assert len(caplog.records) == 1
+    assert "nvidia-smi" in caplog.text
     assert read_utilization(folder) is None
+    works.append(True)
+    clock[0] += 60
+    sampler.sample("GPU-a")
+    clock[0] += 0.5
+    sampler.sample("GPU-a")
+    assert asked[-1] - asked[-2] == 0.5
+    assert read_utilization(folder) == (clock[0], 42.0)
+    assert "tells again" in caplog.text
+
+
+@pytest.mark.parametrize(("pace", "asked"), [("auto", 1), ("off", 0)])
+def test_a_mocked_driver_is_asked_only_where_the_run_is_paced(folder, tmp_path, monkeypatch, pace, asked):
+    count = []
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetUtilizationRates", lambda gpu: count.append(gpu) or SimpleNamespace(gpu=1)
+    )
+    record = RunRecord(
+        run_id="abcd1234", config="", derived_config="", run_dir=str(tmp_path), ray_namespace="", mps="on",
+        device="cuda:0", settings={"join": "auto", "pace": pace},
+    )  # fmt: skip
+    share = GpuShare.of_run(record)
+    share._utilization.sample("GPU-a")
+    assert len(count) == asked
 
 
 def test_the_pace_tells_idle_from_busy_by_utilization_but_not_by_its_own_kernels(folder, tmp_path, monkeypatch):
@@ -100,13 +135,13 @@ def test_nothing_waits_where_nothing_is_shared_and_a_lost_engine_is_not_believed
     file.close()
 
 
-@pytest.mark.parametrize(("pace", "sampled"), [("off", 0), ("auto", 1), ("on", 1)])
+@pytest.mark.parametrize(("pace", "sampled"), [("off", False), ("auto", True), ("on", True)])
 def test_nobody_samples_the_utilization_without_a_pace(folder, tmp_path, monkeypatch, pace, sampled):
     made = []
-    monkeypatch.setattr(gpu_share, "Utilization", made.append)
+    monkeypatch.setattr(gpu_share, "Utilization", lambda folder, *, wanted: made.append(wanted))
     record = RunRecord(
         run_id="abcd1234", config="", derived_config="", run_dir=str(tmp_path), ray_namespace="",
         settings=load_settings({"pace": pace}).dump(), mps="on",
     )  # fmt: skip
     GpuShare.of_run(record)
-    assert len(made) == sampled
+    assert made == [sampled]

@@ -1,26 +1,38 @@
 """The file in which an engine says how busy it is."""
 
+import errno
 import os
+import signal
 import stat
 import struct
+import time
 
 import pytest
 
-from mps_trainer.run.engine_load import LoadFile, LoadReader
+from mps_trainer.launcher.leftovers import remove_leftovers
+from mps_trainer.run import run_paths
+from mps_trainer.run.engine_load import LoadFile, LoadReader, load_folder
 
 
 @pytest.fixture
-def folder(tmp_path):
-    readers = []
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPS_TRAINER_STATE_DIR", str(tmp_path / "state"))
+    readers, run_dir = [], tmp_path / "abcd1234"
+    run_dir.mkdir()
 
     def reader(gpu=""):
-        readers.append(LoadReader(tmp_path, gpu))
+        readers.append(LoadReader(run_dir, gpu))
         readers[-1].find()
         return readers[-1]
 
-    yield tmp_path, reader
+    yield run_dir, reader
     for one in readers:
         one.close()
+    assert os.listdir(run_dir) == [], "a run folder may be on a file server that stalls"
+
+
+def said(run_dir):
+    return sorted(os.listdir(load_folder(run_dir)))
 
 
 def test_a_reader_sees_what_an_engine_has_written_and_nothing_before(folder):
@@ -32,11 +44,12 @@ def test_a_reader_sees_what_an_engine_has_written_and_nothing_before(folder):
     file.write(running=4, waiting=1, tokens=4, prefill=0)
     load = seen.read()
     assert (load.running, load.waiting, load.iterations, load.tokens, load.prefill) == (4, 1, 2, 7, 100)
-    (name,) = os.listdir(path)
-    assert stat.S_IMODE((path / name).stat().st_mode) == 0o600
+    (name,) = said(path)
+    assert stat.S_IMODE((load_folder(path) / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE(load_folder(path).stat().st_mode) == 0o700
     file.close()
     file.close()
-    assert os.listdir(path) == []
+    assert said(path) == []
 
 
 def test_engines_on_one_gpu_are_summed_and_others_are_not_heard(folder):
@@ -59,18 +72,158 @@ def test_an_engine_that_is_silent_has_no_requests_but_keeps_its_totals(folder):
     assert (load.running, load.waiting, load.tokens) == (0, 0, 5)
 
 
-def test_a_torn_sample_and_a_damaged_file_are_no_word(folder):
+def test_a_torn_sample_is_no_word(folder):
     path, reader = folder
     file = LoadFile(path, 0, ())
     file.write(7, 7, 5, 0)
-    (name,) = os.listdir(path)
-    with (path / name).open("r+b") as raw:
+    (name,) = said(path)
+    with (load_folder(path) / name).open("r+b") as raw:
         raw.seek(512)
         raw.write(struct.pack("<Q", 99))
-    (path / "load-1-0").write_bytes(b"short")
-    (path / "load-2-0").write_bytes(b"[]" + b" " * 600)
     assert reader().read() is None
     file.close()
+
+
+def test_damaged_files_that_nobody_holds_are_removed(folder):
+    path, reader = folder
+    load_folder(path).mkdir()
+    (load_folder(path) / "load-1-0").write_bytes(b"short")
+    (load_folder(path) / "load-2-0").write_bytes(b"[]" + b" " * 600)
+    assert reader().read() is None
+    assert said(path) == []
+
+
+@pytest.mark.parametrize("running", [0, 5])
+def test_a_dead_engines_last_word_is_not_believed_and_its_file_goes(folder, running):
+    path, reader = folder
+    to_parent, from_child = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            engine = LoadFile(path, 0, ())
+            engine.write(running, 0, 5, 0)
+            os.write(from_child, b"!")
+            signal.alarm(30)
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        os.close(from_child)
+        os.read(to_parent, 1)
+        seen = reader()
+        assert seen.read().running == running
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    seen.find()
+    assert seen.read() is None
+    assert not seen.knows_any
+    assert said(path) == []
+    os.close(to_parent)
+
+
+def test_a_forked_child_keeps_no_dead_engines_word_alive(folder):
+    path, reader = folder
+    file = LoadFile(path, 0, ())
+    file.write(1, 0, 1, 0)
+    (to_child, from_parent), (to_parent, from_child) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(from_parent)
+        os.write(from_child, b"!")
+        os.read(to_child, 1)
+        os._exit(0)
+    try:
+        os.read(to_parent, 1)
+        # As the kernel does when its process dies.
+        os.close(file._descriptor)
+        file._descriptor = -1
+        assert reader().read() is None
+    finally:
+        os.close(from_parent)
+        os.waitpid(pid, 0)
+        for descriptor in (to_child, to_parent, from_child):
+            os.close(descriptor)
+
+
+def test_two_engines_of_one_process_with_one_index_are_both_heard(folder):
+    path, reader = folder
+    files = [LoadFile(path, 0, ()) for _ in range(2)]
+    for running, file in zip((100, 3), files, strict=True):
+        file.write(running, 0, running, 0)
+    load = reader().read()
+    assert (load.running, load.engines) == (103, 2)
+    files[0].close()
+    seen = reader()
+    assert seen.read().running == 3
+    # An engine that is made anew leaves its logger to the garbage collector.
+    del file
+    files.clear()
+    assert said(path) == []
+
+
+def test_what_is_said_during_a_look_is_heard(folder, monkeypatch):
+    path, reader = folder
+    file, clock = LoadFile(path, 0, ()), [10.0]
+    seen = reader()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int(clock[0] * 1e9))
+    pread = os.pread
+
+    def slow_pread(*args):
+        clock[0] += 0.5
+        file.write(1, 0, 1, 0)
+        return pread(*args)
+
+    monkeypatch.setattr(os, "pread", slow_pread)
+    assert seen.read(1.0, 30.0).running == 1
+    monkeypatch.undo()
+    file.close()
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "rename"])
+def test_a_full_disk_leaves_no_descriptor_and_no_file(folder, monkeypatch, call):
+    path, _ = folder
+    LoadFile(path, 0, ()).close()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        patch.setattr("pathlib.Path.rename", full) if call == "rename" else None
+        with pytest.raises(OSError, match="No space left"):
+            LoadFile(path, 0, ())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert said(path) == []
+
+
+def test_a_sum_says_of_how_many_engines_it_is_and_whether_all_are_here(folder):
+    path, reader = folder
+    known = LoadFile(path, 0, ("GPU-a",))
+    known.write(1, 0, 1, 0)
+    assert (reader("GPU-a").read().engines, reader("GPU-a").read().located) == (1, True)
+    perhaps = LoadFile(path, 1, ("GPU-a", "GPU-b"), sure=False)
+    perhaps.write(1, 0, 1, 0)
+    assert (reader("GPU-a").read().engines, reader("GPU-a").read().located) == (2, False)
+    perhaps.close()
+    nameless = LoadFile(path, 1, ())
+    nameless.write(1, 0, 1, 0)
+    assert reader("GPU-a").read().located is False
+    assert reader("").read().located is True
+    for file in (known, nameless):
+        file.close()
+
+
+def test_what_engines_have_said_goes_with_the_run(folder):
+    path, _ = folder
+    for remove in (run_paths(path.name).remove, remove_leftovers):
+        file = LoadFile(path, 0, ())
+        remove()
+        assert not load_folder(path).exists()
+        file.write(1, 0, 1, 0)
+        file.close()
 
 
 def test_engines_that_come_and_go_are_found_again(folder):

@@ -134,14 +134,55 @@ def test_a_step_without_enough_experiences_left_is_not_taken(tmp_path: Path) -> 
     assert (learner.steps_due, len(learner.replay), aside.count) == (0, 0, 10)
 
 
-def test_what_is_not_condemned_and_what_lies_before_the_checkpoint_changes_nothing(tmp_path: Path) -> None:
+def test_what_is_not_condemned_changes_nothing(tmp_path: Path) -> None:
     save_verdicts(tmp_path, [Verdict(Stage.TRAINING, Subject(2, None, ("e3",)), 1, "signal SIGKILL", False)])
-    condemn(tmp_path, Subject(1, None, ("e4",)))
+    condemn(tmp_path, Subject(1, None, ("elsewhere",)))
     learner, aside = make_learner(), SetAside(tmp_path)
     learner.trainer.step = 2
     learner.take(NAME, packed(10))
+    due = learner.steps_due
     aside.before_step(learner)
-    assert (len(learner.replay), aside.count) == (10, 0)
+    assert (len(learner.replay), aside.count, learner.steps_due) == (10, 0, due)
+
+
+@pytest.mark.parametrize("step", [0, 2, 50])
+def test_what_is_banned_is_in_no_step_whatever_its_number_and_whenever_it_comes(tmp_path: Path, step: int) -> None:
+    # With a pace a successor's steps have other rows than those of the same number before.
+    condemn(tmp_path, Subject(step, None, ("e3", "e15", "e27")))
+    for records in ([0, 10], [10, 20, 0], [0, 10, 20]):
+        learner, aside = make_learner(), SetAside(tmp_path)
+        learner.trainer.step = 5
+        steps: list[str] = []
+        learner.on_step = lambda b, steps=steps: steps.extend(b["eid"].text(i) for i in range(b.num_rows))
+        for first in records:
+            learner.take(RecordName("/c", first, first, 0, 1, first), packed(10, first))
+            while learner.steps_due:
+                aside.before_step(learner)
+                learner.train_step()
+        assert steps
+        assert not {"e3", "e15", "e27"} & set(steps)
+        assert len(learner.replay) == 9 * len(records)
+    # Kept and counted once each over three lives, though they came in other company each time.
+    assert aside.count == SetAside(tmp_path).count == 3
+    [told] = (tmp_path / "set_aside").glob("*.json")
+    facts = json.loads(told.read_text())
+    assert (facts["experiences"], sorted(facts["eids"])) == (3, ["e15", "e27", "e3"])
+    with pa.OSFile(str(told.with_suffix(".arrow"))) as file:
+        assert pa.ipc.open_file(file).read_all().column("eid").to_pylist() == facts["eids"]
+
+
+def test_a_look_for_banned_experiences_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    condemn(tmp_path, Subject(0, None, ("e3",)))
+    learner, aside, looks = make_learner(), SetAside(tmp_path), []
+    held = learner.replay.held
+    monkeypatch.setattr(learner.replay, "held", lambda eids, number: looks.append(number) or held(eids, number))
+    learner.take(NAME, packed(10))
+    for _ in range(3):
+        aside.before_step(learner)
+    learner.take(RecordName("/c", 9, 9, 0, 1, 9), packed(10, 10))
+    aside.before_step(learner)
+    assert looks == [0, 10]
+    assert learner.replay.held({b"e12", b"e2"}, 10) == [b"e12"]
 
 
 def test_removing_rows_keeps_the_order_of_the_others() -> None:
