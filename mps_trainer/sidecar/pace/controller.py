@@ -98,7 +98,8 @@ class Controller:
             passed = self._busy_while_away(passed, before, load)
             self._look_again(now, before, load)
         self._busy_s += passed
-        measures = load is not None and self._tuning.fixed is None
+        # An engine elsewhere that is summed in would thin out what the one here loses.
+        measures = load is not None and load.located and self._tuning.fixed is None
         self._cost = self.slowdown.of(load.running) if load is not None and measures else self._presumed
         price = self._window_s * self._cost
         # Bounded both ways: what a floor has cost is not held against the trainer for ever.
