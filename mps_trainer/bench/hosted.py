@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mps_trainer.bench.trainers import Feed, wait_until
+from mps_trainer.bench.feed import Feed, wait_until
 from mps_trainer.bench.work import Work, made_up
 from mps_trainer.columns import Rows
 from mps_trainer.errors import RunError
