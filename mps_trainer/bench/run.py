@@ -17,9 +17,10 @@ from mps_trainer.bench.arms import Here, choose, variants
 from mps_trainer.bench.load import Load, Shape, long_tailed, read_trace
 from mps_trainer.bench.options import complete
 from mps_trainer.bench.plan import SessionPlan, describe, make_plan
+from mps_trainer.bench.saved import require_writable
 from mps_trainer.bench.session import INTERRUPTED, Session
 from mps_trainer.bench.setting import Setting
-from mps_trainer.bench.work import find_work
+from mps_trainer.bench.work import WORKS, find_work
 from mps_trainer.errors import ConfigError, MpsTrainerError, PlacementError
 from mps_trainer.mps.checks import Surroundings, read_surroundings, require_possible, run_checks
 from mps_trainer.mps.environment import without_mps
@@ -78,7 +79,13 @@ def prepare(options: Namespace, around: Surroundings | None = None, here: Here |
         raise PlacementError("--engine vllm needs vLLM and a GPU", "install vllm, or use --engine tiny")
     complete(options, vllm=options.engine == "vllm" or (options.engine == "auto" and here.vllm and bool(gpus)))
     tiny = options.engine == "tiny"
+    require_writable(options.out, options.work_dir)
     paced = variants(options.pace_variant, options.pace_set)
+    if len({arm.name for arm in paced}) < len(paced):
+        raise ConfigError(f"two of --pace-variant have one name: {options.pace_variant}", "give each its own")
+    for arm in paced:
+        # Its settings are refused here and not when its sidecar starts, minutes later.
+        WORKS["A"].settings(**arm.settings(options.slowdown))
     arms, left_out = choose(options.arms, here, tiny=tiny, paced=paced)
     facts = None if tiny else (gpus[0].total, gpus[0].used)
     if not tiny and gpus[0].processes:
@@ -102,7 +109,14 @@ def loads(options: Namespace) -> list[Load]:
     )
     count = options.rounds * options.batches
     found = [long_tailed(shape, count, gap, options.seed) for gap in options.gap]
-    return found + ([read_trace(options.trace)] if options.trace else [])
+    return found + ([_recorded(options.trace)] if options.trace else [])
+
+
+def _recorded(path: Path) -> Load:
+    try:
+        return read_trace(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--trace {path} cannot be read: {error}", "name a file of JSON lines") from None
 
 
 def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str, keep: Keep = lambda _: None) -> dict[str, Any]:
