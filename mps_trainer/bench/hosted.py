@@ -15,16 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mps_trainer.bench.trainers import Feed, wait_until
+from mps_trainer.bench.feed import Feed, wait_until
 from mps_trainer.bench.work import Work, made_up
 from mps_trainer.columns import Rows
 from mps_trainer.errors import RunError
-from mps_trainer.launcher.process import spawn, stop
+from mps_trainer.launcher.process import describe_exit, spawn, stop
 from mps_trainer.tasks import load_task, wire_columns
 
 _COMMAND = (sys.executable, "-m", "mps_trainer.bench.hosted_main")
 _START_S = 120.0
 _REST_S = 120.0
+_LOG_LINES = 5
 
 
 class _Hosted:
@@ -87,6 +88,13 @@ class _Hosted:
     def _ready(self, said: dict[str, Any]) -> None:
         """Do what is left to do once it is up."""
 
+    def _require_alive(self) -> None:
+        status = self._child.poll()
+        if status is not None:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]) or "nothing in its log"
+            what = f"the {self.door} process ended ({describe_exit(status)}), last lines of its log: {tail}"
+            raise RunError(what, f"see {self.log}")
+
     def _answer(self, timeout_s: float, what: str) -> dict[str, Any]:
         deadline, line = time.monotonic() + timeout_s, b""
         while not line.endswith(b"\n"):
@@ -109,12 +117,15 @@ class InOperator(_Hosted):
 
     def resume(self) -> None:
         """Let experiences come."""
+        self._require_alive()
         before = self.steps()
         os.write(self._words, b"go\n")
         wait_until(lambda: self.steps() > before or self._child.poll() is not None, 60, "the operator trains")
+        self._require_alive()
 
     def pause(self) -> None:
         """Let none come, and wait until it is at rest."""
+        self._require_alive()
         os.write(self._words, b"pause\n")
         self.score_ms = self._answer(_REST_S, "at rest")["score_ms"]
 
@@ -126,13 +137,16 @@ class RestService(_Hosted):
 
     def resume(self) -> None:
         """Let experiences come."""
+        self._require_alive()
         before = self.steps()
         self._feed.resume()
         wait_until(lambda: self.steps() > before or self._feed.error, 60, "the service trains")
+        self._require_alive()
 
     def pause(self) -> None:
         """Let none come, and wait until it is at rest."""
         self._feed.pause()
+        self._require_alive()
         self.score_ms = self._feed.score_ms
 
     def problem(self) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mps_trainer.bench.trainers import SCORE_EVERY
+from mps_trainer.bench.feed import SCORE_EVERY
 from mps_trainer.bench.work import Work, made_up
 from mps_trainer.columns import Array, Column, PackedBatch, PackedColumn, Rows
 from mps_trainer.sidecar.replay import ReplayBuffer

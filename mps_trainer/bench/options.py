@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mps_trainer.bench.arms import BY_NAME
+from mps_trainer.bench.sense import check
 from mps_trainer.bench.vllm_engine import SHAPES
 from mps_trainer.bench.work import WORKS
 from mps_trainer.errors import ConfigError
@@ -23,20 +25,40 @@ _GPU = {"sequences": 256, "prompt_tokens": 128, "median_tokens": 256, "longest_t
         "closing": 5}  # fmt: skip
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as every command does; two screens of usage would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        """As ConfigError."""
+        raise ConfigError(message, "`mps-trainer bench -- --help` lists the flags")
+
+
 def _cores(text: str) -> tuple[int, ...]:
     cores: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        cores += range(int(first), int(last or first) + 1)
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise argparse.ArgumentTypeError(f"{part!r} are no cores; write numbers and ranges, such as 0-3,8")
+        cores += range(int(match[1]), int(match[2] or match[1]) + 1)
     return tuple(cores)
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    return tuple(float(word) for word in text.split(",") if word.strip())
+    try:
+        return tuple(float(word) for word in _names(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are no shares; write numbers, such as 0,0.1,0.3") from None
 
 
 def _names(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _task_args(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
 
 
 def _add_pace(p: argparse.ArgumentParser) -> None:
@@ -53,9 +75,7 @@ def _add_pace(p: argparse.ArgumentParser) -> None:
 
 def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     """All flags; those of sizes have no default here, since it depends on the engine."""
-    p = argparse.ArgumentParser(
-        prog=prog, description="Rollout throughput against auxiliary training, one arm beside the other."
-    )
+    p = _Parser(prog=prog, description="Rollout throughput against auxiliary training, one arm beside the other.")
     p.add_argument("--engine", choices=("auto", "vllm", "tiny"), default="auto", help="auto: vLLM on a GPU, else tiny")
     p.add_argument("--tiny", action="store_true", help="the smallest CPU run there is, to see that the script works")
     p.add_argument("--gpu", type=int, default=0, help="NVML's index of the engines' GPU")
@@ -63,7 +83,7 @@ def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
     p.add_argument("--tasks", type=_names, help=f"some of {', '.join(WORKS)} (default A)")
     p.add_argument("--separate", action="store_true", help="a session, with its own engines, for each of --tasks")
     p.add_argument("--overlap", action="store_true", help="start engines while trainers still start: sooner ready")
-    p.add_argument("--task-args", type=json.loads, default={}, help='JSON by task: {"B": {"layers": 2, "width": 128}}')
+    p.add_argument("--task-args", type=_task_args, default={}, help='JSON by task: {"B": {"layers": 2, "width": 128}}')
     p.add_argument(
         "--train-steps", type=int, help="for each record that reaches the trainer (A: 64 on a GPU, 16 on a CPU)"
     )
@@ -102,20 +122,18 @@ def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str], prog: str = "scripts/benchmark.py") -> argparse.Namespace:
-    """The flags; what depends on the engine is filled in by `complete`. ConfigError for what contradicts itself."""
+    """The flags; what depends on the engine is filled in by `complete`. ConfigError for what cannot be read."""
     options = parser(prog).parse_args(list(argv))
     if options.tiny and options.engine == "vllm":
         raise ConfigError("--tiny and --engine vllm", "leave one of them out")
     if options.tiny:
         options.engine = "tiny"
-    if not isinstance(options.task_args, dict):
-        raise ConfigError(f"--task-args is {options.task_args!r}", 'write {"B": {"layers": 2}}')
     options.argv = list(argv)
     return options
 
 
 def complete(options: argparse.Namespace, *, vllm: bool) -> None:
-    """Fill in the defaults of an engine; `--tiny` makes all of it small."""
+    """Fill in the defaults of an engine; `--tiny` makes all of it small. ConfigError for what makes no sense."""
     options.engine = "vllm" if vllm else "tiny"
     defaults: dict[str, Any] = {
         "tasks": "A", "gap": "0,0.1,0.3", "rounds": 5, "batches": 2, "tiny_width": 512, "tiny_layers": 2, "warmup": 2,
@@ -127,6 +145,4 @@ def complete(options: argparse.Namespace, *, vllm: bool) -> None:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, readers[name](value) if name in readers else value)
-    for name in ("rounds", "batches", "sequences", "prompt_tokens", "median_tokens", "longest_tokens", "warmup"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}", "it is at least 1")
+    check(options)

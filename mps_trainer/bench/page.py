@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mps_trainer.bench.arms import find_arm
@@ -116,18 +115,3 @@ def _spread(value: Mapping[str, float] | None, digits: int = 3) -> str:
     if value is None:
         return "-"
     return f"{value['median']:,.{digits}f} ({value['min']:,.{digits}f}..{value['max']:,.{digits}f})"
-
-
-def write(results: Mapping[str, Any], where: Path) -> list[Path]:
-    """WHERE.json and WHERE.md, each whole or not at all; the page shows WHERE.png if that is there."""
-    where.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    png = where.with_name(f"{where.name}.png")
-    text_of_page = page(results, png.name if png.exists() else "")
-    for suffix, text in ((".json", json.dumps(results, indent=1) + "\n"), (".md", text_of_page)):
-        path = where.with_name(where.name + suffix)
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(text)
-        part.replace(path)
-        written.append(path)
-    return written

@@ -28,6 +28,9 @@ _ENGINE_READY_S = 600.0
 _SILENT_S = 600.0
 _END_S = 5.0
 
+#: What `failed` says then.
+INTERRUPTED = "interrupted"
+
 Raw = dict[str, Any]
 
 
@@ -42,13 +45,20 @@ class Session:
         setting: makes trainers and engines of this machine.
         deadline: of `time.monotonic()`; rounds that would end after it are not begun.
         tell: called with what happens now.
+        keep: called after each whole round, when `found` holds it.
     """
 
     def __init__(
-        self, plan: SessionPlan, options: Namespace, setting: Setting, deadline: float, tell: Callable[[str], None]
+        self,
+        plan: SessionPlan,
+        options: Namespace,
+        setting: Setting,
+        deadline: float,
+        tell: Callable[[str], None],
+        keep: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan, self._options, self._setting = plan, options, setting
-        self._deadline, self._tell = deadline, tell
+        self._deadline, self._tell, self._keep = deadline, tell, keep
         # By arm and task.
         self._trainers: dict[tuple[str, str], Trainer] = {}
         self._engines: dict[str, EngineProcess] = {}
@@ -60,13 +70,16 @@ class Session:
         self._windows: dict[str, list[Raw]] = {work.name: [] for work in plan.works}
         self._alones: dict[str, list[Raw]] = {work.name: [] for work in plan.works}
         self._end_s = _END_S
+        #: Trainers that ended amid a window: by task and arm, why.
+        self._ended: dict[str, dict[str, str]] = {work.name: {} for work in plan.works}
+        self._found: Raw = {"cut": "", "failed": "", "rounds": 0, "closing": []}
 
     def run(self) -> list[Raw]:
         """Everything measured, by task; `cut` says so when it is less than asked for, `failed` when something broke.
 
         Whole rounds are kept, whatever ends the next one; what fails before the first round is raised.
         """
-        found: Raw = {"cut": "", "failed": "", "rounds": 0, "closing": []}
+        found = self._found
         with ExitStack() as stack:
             stack.enter_context(self._setting)
             self._start(stack)
@@ -81,11 +94,21 @@ class Session:
             except (MpsTrainerError, OSError) as error:
                 found["failed"] = f"{type(error).__name__}: {error}"
             except KeyboardInterrupt:
-                found["failed"] = "interrupted"
+                found["failed"] = INTERRUPTED
+        return self.found()
+
+    @property
+    def rounds(self) -> int:
+        """Whole ones so far."""
+        return int(self._found["rounds"])
+
+    def found(self) -> list[Raw]:
+        """What `run` returns, as far as it has come."""
         return [
             {
-                "task": name, **found, "windows": self._windows[name], "alone": self._alones[name],
-                "not_started": broken, "dedicated": self._alone[name].name if name in self._alone else "",
+                "task": name, **self._found, "windows": list(self._windows[name]), "alone": list(self._alones[name]),
+                "not_started": broken, "ended": self._ended[name],
+                "dedicated": self._alone[name].name if name in self._alone else "",
             }
             for name, broken in self._broken.items()
         ]  # fmt: skip
@@ -149,18 +172,25 @@ class Session:
             windows: list[tuple[Work | None, Raw]] = []
             try:
                 for arm, work, load in self._plan.order(number):
-                    if work is None or arm.name not in self._broken[work.name]:
+                    if work is None or (arm.name, work.name) in self._trainers:
                         windows.append((work, self._window(arm, work, load, number)))
-                alone = {name: self._trainer_alone(name, arm, number) for name, arm in self._alone.items()}
+                alone = {
+                    name: self._trainer_alone(name, arm, number)
+                    for name, arm in self._alone.items()
+                    if (arm.name, name) in self._trainers
+                }
             except OutOfTimeError as error:
                 found["cut"] = f"{error.message}; the round begun is left out"
                 return
             for name, mine in self._windows.items():
-                mine += [window for work, window in windows if work is None or work.name == name]
+                mine += [window for work, window in windows if window and (work is None or work.name == name)]
             for name, one in alone.items():
-                self._alones[name].append(one)
+                self._alones[name] += [one] if one else []
             found["rounds"] = number + 1
             self._round_s = time.monotonic() - begin
+            self._keep()
+            if not self._trainers:
+                raise RunError("no trainer is left", "see the logs in --work-dir")
 
     def _next(self, what: str) -> None:
         self._done += 1
@@ -170,11 +200,12 @@ class Session:
         self._tell(f"{self._done} of {total} windows: {what}")
 
     def _window(self, arm: Arm, work: Work | None, load: Load, number: int) -> Raw:
+        """Empty when the arm's trainer had ended before it."""
         self._next(f"{load.name}, {arm.name}" + (f", {work.name}" if work is not None else ""))
         trainer = self._trainers[arm.name, work.name] if work is not None else None
         engine = self._engines[arm.engine]
-        if trainer is not None:
-            trainer.resume()
+        if work is not None and trainer is not None and self._ends(arm, work.name, trainer.resume):
+            return {}
         meter = Meter(engine.pid, trainer.pids() if trainer is not None else [], trainer)
         batches = []
         for i in range(self._options.batches):
@@ -182,21 +213,37 @@ class Session:
             batches.append(describe_batch(batch, engine.run(batch, _SILENT_S)))
             silence(load.gap_s(batch, self._alone_s))
         measured = meter.read()
-        if trainer is not None:
-            trainer.pause()
-            measured |= {"score_ms": list(trainer.score_ms), "problem": trainer.problem()}
+        if work is not None and trainer is not None:
+            why = self._ends(arm, work.name, trainer.pause)
+            measured |= {"score_ms": list(trainer.score_ms), "problem": why or trainer.problem()}
             if arm.paced:
                 measured["pace_source"] = trainer.pace_source()
         return {"arm": arm.name, "load": load.name, "round": number, "batches": batches, **measured}
 
+    def _ends(self, arm: Arm, task: str, act: Callable[[], None]) -> str:
+        """Why the trainer cannot go on, after which it is no more among them; "" when `act` went well."""
+        try:
+            act()
+        except (MpsTrainerError, OSError) as error:
+            why = error.message if isinstance(error, MpsTrainerError) else f"{type(error).__name__}: {error}"
+        else:
+            return ""
+        # The others are worth their time all the same.
+        self._ended[task][arm.name] = why
+        self._tell(f"arm {arm.name}, task {task}: {why}")
+        self._trainers.pop((arm.name, task)).close()
+        return why
+
     def _trainer_alone(self, task: str, arm: Arm, number: int) -> Raw:
         self._next(f"{task}, the trainer of {arm.name} alone")
         trainer = self._trainers[arm.name, task]
-        trainer.resume()
+        if self._ends(arm, task, trainer.resume):
+            return {}
         meter = Meter(0, trainer.pids(), trainer)
         silence(self._options.dedicated_s)
         measured = meter.read()
-        trainer.pause()
+        if self._ends(arm, task, trainer.pause):
+            return {}
         return {"arm": arm.name, "round": number, **measured, "score_ms": list(trainer.score_ms)}
 
     def _closing(self) -> list[Raw]:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import select
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from mps_trainer.bench.feed import SCORE_TIMEOUT_S, Feed, wait_until
 from mps_trainer.bench.paced import PacedFeed
 from mps_trainer.bench.work import Work, made_up
 from mps_trainer.columns import Rows
-from mps_trainer.errors import AlreadyRunningError, RunError, TransportError
+from mps_trainer.errors import AlreadyRunningError, RunError
+from mps_trainer.launcher.process import describe_exit
 from mps_trainer.launcher.sidecar_process import SidecarProcess
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.placement import GpuPlacement
@@ -30,10 +31,7 @@ from mps_trainer.tasks import load_task, wire_columns
 from mps_trainer.transport import OperatorChannel
 from mps_trainer.transport.sweep import remove_run
 
-_LOOK_S = 0.02
-_SCORE_TIMEOUT_S = 120.0
-#: Of records, one in so many asks for scores too.
-SCORE_EVERY = 4
+_LOG_LINES = 5
 
 
 class Trainer(Protocol):
@@ -47,10 +45,10 @@ class Trainer(Protocol):
         """Until it is ready to train; RunError when it does not get there."""
 
     def resume(self) -> None:
-        """Experiences come from now on, as many as it takes."""
+        """Experiences come from now on, as many as it takes; RunError or OSError when it cannot train any more."""
 
     def pause(self) -> None:
-        """None come any more; returns when it has nothing left to do."""
+        """None come any more; returns when it has nothing left to do, or raises as `resume`."""
 
     def steps(self) -> int:
         """Training steps so far."""
@@ -66,79 +64,6 @@ class Trainer(Protocol):
 
     def close(self) -> None:
         """End it. Calling it again does nothing."""
-
-
-def wait_until(condition: Any, timeout_s: float, what: str) -> None:
-    """RunError when `condition()` is not true in time."""
-    deadline, never = time.monotonic() + timeout_s, threading.Event()
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RunError(f"not within {timeout_s:.0f} s: {what}", "see the logs in the folder of the benchmark")
-        never.wait(_LOOK_S)
-
-
-class Feed(threading.Thread):
-    """Gives a trainer records without a pause while `going` is set.
-
-    Args:
-        send: takes a record; it blocks while the trainer has enough to do.
-        ask: the same and waits for scores; the number of those that are not finite.
-        hold: called before each.
-    """
-
-    def __init__(self, records: Iterator[Rows], send: Any, ask: Any, hold: Any = lambda: None) -> None:
-        super().__init__(daemon=True, name="feed")
-        self.going, self.idle = threading.Event(), threading.Event()
-        self.score_ms: list[float] = []
-        self.error, self.sent = "", 0
-        self._records, self._send, self._ask, self._hold = records, send, ask, hold
-        self._ended = False
-        self.idle.set()
-
-    def run(self) -> None:
-        """The thread."""
-        for number in itertools.count():
-            if not self.going.is_set():
-                self.idle.set()
-                self.going.wait()
-            if self._ended:
-                return
-            try:
-                self._give(next(self._records), with_scores=number % SCORE_EVERY == 0)
-            except (TransportError, RunError, OSError) as error:
-                self.error = self.error or f"{type(error).__name__}: {error}"
-                self.idle.set()
-                return
-
-    def resume(self) -> None:
-        """Let experiences come."""
-        self.score_ms = []
-        self.idle.clear()
-        self.going.set()
-
-    def pause(self, timeout_s: float = _SCORE_TIMEOUT_S) -> None:
-        """Let none come, and wait until it is at rest."""
-        self.going.clear()
-        if not self.idle.wait(timeout_s):
-            raise RunError(f"the feed did not come to rest in {timeout_s:.0f} s", "the trainer takes no records")
-
-    def close(self) -> None:
-        """End it."""
-        self._ended = True
-        self.going.set()
-        self.join(_SCORE_TIMEOUT_S)
-
-    def _give(self, rows: Rows, *, with_scores: bool) -> None:
-        self._hold()
-        if not with_scores:
-            self._send(rows)
-        else:
-            begin = time.monotonic()
-            bad = self._ask(rows)
-            self.score_ms.append(round(1e3 * (time.monotonic() - begin), 3))
-            if bad:
-                self.error = f"{bad} scores are not finite"
-        self.sent += 1
 
 
 class SidecarTrainer:
@@ -213,15 +138,19 @@ class SidecarTrainer:
         before = self.steps()
         if self._pace is not None:
             self._pace.resume()
+        self._require_alive()
         self._running.resume()
-        wait_until(lambda: self.steps() > before or self._running.error, 60, "the sidecar trains")
+        wait_until(lambda: self.steps() > before or self._running.error or self._end(), 60, "the sidecar trains")
+        self._require_alive()
 
     def pause(self) -> None:
         """Let none come, and wait until it is at rest."""
         self._running.pause()
+        self._require_alive()
         if self._pace is not None:
             self._pace.paused()
         wait_until(self._is_idle, 120, "the sidecar has nothing left to do")
+        self._require_alive()
 
     @property
     def score_ms(self) -> list[float]:
@@ -244,6 +173,8 @@ class SidecarTrainer:
 
     def problem(self) -> str:
         """What was wrong; "" for nothing."""
+        if end := self._end():
+            return end
         status = Status.peek(self.run_dir)
         wrong = status.error if status is not None else "the sidecar wrote no status"
         return self._running.error or wrong
@@ -266,7 +197,21 @@ class SidecarTrainer:
         doing = read_doing(self.run_dir)
         waits = doing is not None and doing.stage is Stage.WAITING
         owes = self._pace is not None and self._pace.owes()
-        return bool(self._running.error) or (waits and not self._channel.backlog() and not owes)
+        return bool(self._running.error or self._end()) or (waits and not self._channel.backlog() and not owes)
+
+    def _end(self) -> str:
+        """How it ended; "" while it lives."""
+        status = self._process.child.poll() if self._process is not None else None
+        if self._process is None or status is None:
+            return ""
+        tail = self._process.log_tail(_LOG_LINES) or "nothing in its log"
+        return f"the sidecar ended ({describe_exit(status)}), last lines of its log: {tail}"
+
+    def _require_alive(self) -> None:
+        if end := self._end():
+            raise RunError(end, f"see {self.run_dir}/sidecar.log")
+        if self._running.over:
+            raise RunError(f"nothing reaches the sidecar: {self._running.error}", f"see {self.run_dir}/sidecar.log")
 
     def _place(self) -> None:
         if self._placement is None or self._daemon_pipe is None:
@@ -292,15 +237,19 @@ class SidecarTrainer:
     def _send(self, rows: Rows) -> None:
         # Nothing is lost when the sidecar takes longer than the wait of one send.
         while self._channel.send(rows, request_id=next(self._requests), want_scores=False).rows_dropped:
-            if not self._channel.sidecar_alive():
-                raise RunError("the sidecar has ended", f"see {self.run_dir}/sidecar.log")
+            self._require_receiver()
+
+    def _require_receiver(self) -> None:
+        if self._end() or not self._channel.sidecar_alive():
+            raise RunError("the sidecar has ended", f"see {self.run_dir}/sidecar.log")
 
     def _ask(self, rows: Rows) -> int:
         while True:
             request = next(self._requests)
             if not self._channel.send(rows, request_id=request, want_scores=True).rows_dropped:
                 break
-        reply = self._channel.receive_scores(request, _SCORE_TIMEOUT_S)
+            self._require_receiver()
+        reply = self._channel.receive_scores(request, SCORE_TIMEOUT_S)
         if reply is None:
             raise RunError("no scores came", f"see {self.run_dir}/sidecar.log")
         return int((reply.values != reply.values).sum())

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from mps_trainer.cli import show
 from mps_trainer.errors import ConfigError
 from mps_trainer.launcher.verdict import EXIT_OK
+
+if TYPE_CHECKING:
+    from mps_trainer.bench.saved import Saved
 
 _WRONG = 1
 
@@ -36,26 +41,55 @@ def run(argv: Sequence[str], prog: str) -> int:
     from mps_trainer.bench import options as flags
 
     options = flags.parse(argv, prog)
-    from mps_trainer.bench import page, picture
+    from mps_trainer.bench.page import page
     from mps_trainer.bench.run import prepare, right
     from mps_trainer.bench.run import run as run_benchmark
+    from mps_trainer.bench.saved import Saved
 
     benchmark = prepare(options)
     for line in benchmark.lines:
         show.line(line)
     if options.plan:
         return EXIT_OK
-    with _work_dir(options.work_dir) as folder, _sigterm_as_interrupt(), show.steps() as tell:
-        results = run_benchmark(benchmark, folder, tell, f"{prog} {shlex.join(argv)}".rstrip())
-    show.raw(page.page(results).encode())
-    if options.out is not None:
-        png = options.out.with_name(f"{options.out.name}.png")
-        try:
-            picture.draw(results["sessions"], _subtitle(results), png)
-        except ConfigError as error:
-            show.error(error)
-        show.line(f"wrote {', '.join(map(str, page.write(results, options.out)))}")
+    saved = Saved(options.out) if options.out is not None else None
+    keep = saved.keep if saved is not None else lambda _: None
+    with _work_dir(options.work_dir) as folder, _signals_as_interrupt():
+        with show.steps() as tell:
+            results = run_benchmark(benchmark, folder, tell, f"{prog} {shlex.join(argv)}".rstrip(), keep)
+        written = _save(saved, results) if saved is not None else []
+    # Nobody may be there to read it, after the terminal was closed.
+    with suppress(OSError):
+        show.raw(page(results).encode())
+    if written:
+        show.line(f"wrote {', '.join(map(str, written))}")
     return EXIT_OK if right(results) else _WRONG
+
+
+def _save(saved: Saved, results: dict[str, Any]) -> list[Path]:
+    """JSON, then Markdown, then what takes long and may fail."""
+    from mps_trainer.bench import picture
+
+    with _held_back():
+        asked = saved.where
+        try:
+            written = saved.write(results)
+        except OSError as error:
+            show.error(ConfigError(f"results can be written nowhere: {error}", "the page and all of it follow"))
+            with suppress(OSError):
+                show.raw(json.dumps(results).encode() + b"\n")
+            return []
+        if saved.problem:
+            show.error(
+                ConfigError(f"--out {asked} cannot be written: {saved.problem}", f"results are in {written[0].parent}")
+            )
+    try:
+        picture.draw(results["sessions"], _subtitle(results), saved.png)
+        saved.write_page(results, picture=True)
+    except ConfigError as error:
+        show.error(error)
+    except OSError as error:
+        show.error(ConfigError(f"there is no picture: {error}", "make room; the other results are written"))
+    return written
 
 
 def _subtitle(results: dict[str, object]) -> str:
@@ -76,15 +110,43 @@ def _work_dir(named: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
+def _end_signals() -> list[signal.Signals]:
+    """Those that ask for the end; one that is ignored (SIGHUP under nohup) stays so."""
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in asking if signal.getsignal(number) != signal.SIG_IGN]
+
+
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """So that everything that was started is ended."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def _handled(handler: Callable[[int, object], object], numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
+def _signals_as_interrupt() -> Iterator[None]:
+    """So that everything that was started is ended, and what was measured is kept."""
+
+    def interrupt(number: int, _: object) -> NoReturn:
+        if number == signal.SIGHUP:
+            for stream in (sys.stdout, sys.stderr):
+                if stream.isatty():
+                    # The terminal is gone; a write to it would fail and cost the results.
+                    show.give_up(stream)
+        raise KeyboardInterrupt
+
+    with _handled(interrupt, [number for number in _end_signals() if number != signal.SIGINT]):
+        yield
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """A second Ctrl-C, while what the first one left is written, is heeded afterwards."""
+    asked: list[int] = []
+    with _handled(lambda number, _: asked.append(number), _end_signals()):
+        yield
+    if asked:
+        raise KeyboardInterrupt

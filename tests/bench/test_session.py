@@ -13,6 +13,7 @@ import pytest
 from mps_trainer.bench import options as flags
 from mps_trainer.bench.arms import Here, choose
 from mps_trainer.bench.engine import BatchResult
+from mps_trainer.bench.figures import figures
 from mps_trainer.bench.plan import SessionPlan, make_plan
 from mps_trainer.bench.run import loads
 from mps_trainer.bench.session import Session, pinned
@@ -211,6 +212,42 @@ def test_a_trainer_that_does_not_start_costs_its_arm_alone(monkeypatch: pytest.M
     assert found["not_started"] == {"sidecar-cpu": "no room"}
     assert [w["arm"] for w in found["windows"]] == ["none", "cpu-in-operator"]
     assert found["dedicated"] == "cpu-in-operator"
+
+
+@pytest.mark.parametrize("act", ["resume", "pause"])
+def test_a_trainer_that_ends_amid_a_window_costs_its_arm_alone(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+    one, log = session(monkeypatch, 1e6, "--rounds", "3", "--batches", "1")
+    usual = getattr(MadeUp, act)
+
+    def ends(self: MadeUp) -> None:
+        # Once in the first round's window and once alone; its third time is the second round's window.
+        if self.name == "sidecar-cpu" and self.log.count(f"{act} sidecar-cpu") == 2:
+            raise RunError("the sidecar ended (signal SIGKILL)")
+        usual(self)
+
+    monkeypatch.setattr(MadeUp, act, ends)
+    [found] = one.run()
+    assert (found["rounds"], found["failed"]) == (3, "")
+    assert found["ended"] == {"sidecar-cpu": "the sidecar ended (signal SIGKILL)"}
+    problems = {w["round"]: w["problem"] for w in found["windows"] if w["arm"] == "sidecar-cpu"}
+    # Nothing to measure where it was found dead before a batch.
+    assert problems == ({0: ""} if act == "resume" else {0: "", 1: "the sidecar ended (signal SIGKILL)"})
+    assert [w["round"] for w in found["windows"] if w["arm"] == "cpu-in-operator"] == [0, 1, 2]
+    assert len(found["alone"]) == 1
+    assert "close sidecar-cpu" in log
+    rows = {row["arm"]: row for row in figures(found, batch_size=1, engines_here=1)}
+    assert rows["cpu-in-operator"]["outputs"]["right"]
+
+
+def test_a_session_without_a_trainer_left_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = session(monkeypatch, 1e6, "--rounds", "3", "--batches", "1")
+
+    def ends(self: MadeUp) -> None:
+        raise RunError("it ended")
+
+    monkeypatch.setattr(MadeUp, "resume", ends)
+    [found] = one.run()
+    assert (found["rounds"], found["failed"][:28]) == (1, "RunError: no trainer is left")
 
 
 def test_what_is_started_inside_is_pinned() -> None:
