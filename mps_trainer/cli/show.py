@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, TextIO
@@ -22,6 +23,8 @@ from mps_trainer.cli.screen import LABEL_WIDTH, Row
 from mps_trainer.errors import MpsTrainerError
 from mps_trainer.launcher.doctor import Check, Level
 
+#: Between two lines of progress where there is no terminal: a log wants few.
+_LINE_S = 10.0
 _LEVEL_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
 
 
@@ -69,12 +72,20 @@ def progress(text: str) -> None:
 
 @contextmanager
 def steps() -> Iterator[Callable[[str], None]]:
-    """A moving bar on a terminal, with what happens now and for how long; nothing where stderr is no terminal.
+    """A moving bar on a terminal, with what happens now and for how long; elsewhere a line now and then.
 
     What is told as "... 3 of 20 ..." moves the bar.
     """
     if not sys.stderr.isatty():
-        yield lambda _: None
+        last = time.monotonic()
+
+        def say(text: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _LINE_S:
+                last = time.monotonic()
+                progress(text)
+
+        yield say
         return
     layout = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*layout, console=_Console(file=sys.stderr), transient=True) as progress:
