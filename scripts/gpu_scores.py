@@ -210,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--join", choices=("plugin", "env"), default="plugin")
     parser.add_argument("--score-where", choices=("sidecar", "operator"), default="sidecar")
-    parser.add_argument("--pace", choices=("auto", "off"), default="off", help="off: each step at once, as a run by default")
+    parser.add_argument("--pace", choices=("auto", "off"), default="off", help="off: each step at once")
     parser.add_argument("--utilization", type=float, default=0.95, help="the engine's wish")
     parser.add_argument("--layers", type=int, default=28, help="of the engine's model")
     parser.add_argument("--tokens", type=int, default=1152, help="of each response")

@@ -88,13 +88,13 @@ def steps() -> Iterator[Callable[[str], None]]:
         yield say
         return
     layout = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*layout, console=_Console(file=sys.stderr), transient=True) as progress:
-        bar = progress.add_task("", total=None)
+    with Progress(*layout, console=_Console(file=sys.stderr), transient=True) as shown:
+        bar = shown.add_task("", total=None)
 
         def tell(text: str) -> None:
             match = re.search(r"(\d+) of (\d+)", text)
             done, total = (int(match[1]), int(match[2])) if match else (None, None)
-            progress.update(bar, description=text, completed=done, total=total)
+            shown.update(bar, description=text, completed=done, total=total)
 
         yield tell
 
