@@ -17,24 +17,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mps_trainer.vllm_plugin.quiet_entry_point import NotWantedError, quiet_entry_point
+
 RECORD_VARIABLE = "MPS_TRAINER_RECORD_LOAD"
-_LOADER = "vllm.plugins"
-_NAME = "LoadRecorder"
 log = logging.getLogger("mps_trainer.vllm_plugin")
 
 
-class NotRecordedError(AttributeError):
-    """Nobody asked for a record of this engine's load."""
-
-
-def __getattr__(name: str) -> Any:
-    if name != _NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def wanted_recorder() -> type:
+    """The recorder's class. NotWantedError where nobody asked for a record of this engine's load."""
     folder = os.environ.get(RECORD_VARIABLE)
     if not folder:
-        logging.getLogger(_LOADER).addFilter(_quiet)
-        raise NotRecordedError(f"{RECORD_VARIABLE} is not set; vLLM's statistics stay as they are")
+        raise NotWantedError(f"{RECORD_VARIABLE} is not set; vLLM's statistics stay as they are")
     return recorder_class(Path(folder))
+
+
+__getattr__ = quiet_entry_point(__name__, "LoadRecorder", wanted_recorder)
 
 
 def recorder_class(folder: Path) -> type:
@@ -73,7 +70,3 @@ def line_of(request: Any, now: float) -> str:
         "prompt_tokens": request.num_prompt_tokens, "response_tokens": request.num_generation_tokens,
     }  # fmt: skip
     return json.dumps(row) + "\n"
-
-
-def _quiet(entry: logging.LogRecord) -> bool:
-    return not (entry.exc_info and isinstance(entry.exc_info[1], NotRecordedError))

@@ -1,8 +1,6 @@
 """The entry point in vLLM's group `vllm.stat_logger_plugins`: says once an iteration how busy the engine is.
 
-vLLM turns its statistics on for every asynchronous engine of an environment in which such a plugin loads, whoever's
-engine it is. So this module has its class only where a run of ours is paced; elsewhere the attribute does not
-exist, vLLM goes on without it (it guards this very load) and its complaint about that is kept out of the log.
+This module has its class only where a run of ours is paced (`quiet_entry_point.py` says why).
 
     entry point > `__getattr__("EngineLoadLogger")` > which run is this? paced? > a subclass of vLLM's StatLoggerBase
 
@@ -24,28 +22,24 @@ from mps_trainer.run import RunRecord, run_paths
 from mps_trainer.run.engine_load import LoadFile
 from mps_trainer.vllm_plugin.engine import own_gpus, visible_gpus
 from mps_trainer.vllm_plugin.plugin import find_run
+from mps_trainer.vllm_plugin.quiet_entry_point import NotWantedError, quiet_entry_point
 
 log = logging.getLogger("mps_trainer.vllm_plugin")
-_LOADER = "vllm.plugins"
-_NAME = "EngineLoadLogger"
 
 
-class NotPacedError(AttributeError):
-    """This engine belongs to no run whose pace needs to know how busy it is."""
-
-
-def __getattr__(name: str) -> Any:
-    if name != _NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def wanted_logger() -> type:
+    """The logger's class. NotWantedError where no run needs to know how busy this engine is."""
     record = None
     try:
         record = paced_run()
     except Exception:  # vLLM's start must never hang on what is wrong with a run of ours
         log.debug("mps-trainer: cannot tell whether this engine's run is paced", exc_info=True)
     if record is None:
-        logging.getLogger(_LOADER).addFilter(_quiet)
-        raise NotPacedError("no run of mps-trainer that is paced; vLLM's statistics stay as they are")
+        raise NotWantedError("no run of mps-trainer that is paced; vLLM's statistics stay as they are")
     return logger_class(record)
+
+
+__getattr__ = quiet_entry_point(__name__, "EngineLoadLogger", wanted_logger)
 
 
 def paced_run() -> RunRecord | None:
@@ -126,7 +120,3 @@ def _gpus() -> tuple[str, ...]:
         return visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     except Exception:  # noqa: BLE001  # without NVML the file names no GPU and is taken for everybody's
         return ()
-
-
-def _quiet(entry: logging.LogRecord) -> bool:
-    return not (entry.exc_info and isinstance(entry.exc_info[1], NotPacedError))
