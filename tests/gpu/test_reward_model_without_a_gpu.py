@@ -3,84 +3,21 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-class StandInEngine:
-    """Generates nothing, and says so five times a second."""
-
-    def __init__(self, folder: Path, utilization: float, env: dict[str, str], **sizes: Any) -> None:
-        assert "MPS_TRAINER_RUN" in env
-        self.process = SimpleNamespace(pid=0)
-        self._rounds: list[dict[str, Any]] = []
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._generate, daemon=True)
-        self._thread.start()
-
-    def _generate(self) -> None:
-        begin = time.monotonic()
-        while not self._done.wait(0.2):
-            end = time.monotonic()
-            self._rounds.append(
-                {"begin": begin, "end": end, "probe end": end, "tokens": 100, "not finite": 0, "probe": "same"}
-            )
-            begin = end
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def rounds(self, since: float = 0.0) -> list[dict[str, Any]]:
-        return [one for one in self._rounds if one["begin"] >= since]
-
-    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        self.wait_rounds(0.0, 1, timeout_s)
-        return {"KV blocks": 0}
-
-    def wait_rounds(self, since: float, count: int, timeout_s: float) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + timeout_s
-        while len(self.rounds(since)) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        return self.rounds(since)
-
-    def close(self) -> int:
-        self._done.set()
-        self._thread.join(5)
-        return 0
+from script_on_the_cpu import script_on_the_cpu
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip("peft")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    # What the script itself sets for its children is put back as well.
-    for name in ("MPS_TRAINER_STATE_DIR", "MPS_TRAINER_VENV", "PYTHONPATH", "GPU_TASK_COMMAND", "GPU_TASK_MEMORY"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("GPU_LAB_DEVICE", "cpu")
-    forget()
-    import gpu_reward_model
-
-    monkeypatch.setattr(gpu_reward_model, "Engine", StandInEngine)
-    usual = signal.getsignal(signal.SIGTERM)
-    yield gpu_reward_model
-    signal.signal(signal.SIGTERM, usual)
-    forget()
-
-
-def forget() -> None:
-    for name in [name for name in sys.modules if name.startswith("gpu_")]:
-        del sys.modules[name]
+    with script_on_the_cpu("gpu_reward_model", monkeypatch) as module:
+        yield module
 
 
 @pytest.mark.slow
