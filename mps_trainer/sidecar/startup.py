@@ -147,7 +147,7 @@ def build_learning(
     begin = time.monotonic()
     if shared is not None:
         # Half of it, so that training's own needs still find their segments in the rest.
-        width = AskingWidth(trainer, columns, shared.placement.pool // 2)
+        width = AskingWidth(trainer, columns, prepared.worst, shared.placement.pool // 2)
 
         def worst_step() -> None:
             trainer.dry_step(prepared.worst)

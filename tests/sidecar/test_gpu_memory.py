@@ -12,6 +12,7 @@ from mps_trainer.columns import Column, PackedBatch
 from mps_trainer.errors import TaskError
 from mps_trainer.sidecar.gpu import reservation
 from mps_trainer.sidecar.gpu.asking_width import TIMES, AskingWidth
+from mps_trainer.sidecar.worst_case import worst_case_batch
 
 MIB = 2**20
 COLUMNS = (Column(name="reward", source="reward"),)
@@ -53,7 +54,7 @@ def settle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(trainer, "peak", 0))
         trainer.peak = 100
-        width = AskingWidth(trainer, COLUMNS, room)
+        width = AskingWidth(trainer, COLUMNS, worst_case_batch(COLUMNS, trainer.batch_size), room)
         width.settle()
         return width
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mps_trainer.columns import Column
+from mps_trainer.columns import Column, PackedBatch
 from mps_trainer.errors import TaskError
 from mps_trainer.sidecar.gpu.faults import is_gpu_fault
 from mps_trainer.sidecar.trainer import Trainer
@@ -30,12 +30,14 @@ class AskingWidth:
     """Finds the width after the first dry step, and proves it in the second one, which is in the reservation.
 
     Args:
+        worst: the largest batch of `batch_size` that `columns` allow.
         room: bytes that a wide pass may take even where a training step takes less.
     """
 
-    def __init__(self, trainer: Trainer, columns: Sequence[Column], room: int) -> None:
+    def __init__(self, trainer: Trainer, columns: Sequence[Column], worst: PackedBatch, room: int) -> None:
         self._trainer = trainer
         self._columns = columns
+        self._worst = worst
         self._room = room
         self._is_found = False
 
@@ -65,14 +67,14 @@ class AskingWidth:
 
     def _is_quick(self) -> bool:
         started = time.perf_counter()
-        self._trainer.score(worst_case_batch(self._columns, self._trainer.batch_size))
+        self._trainer.score(self._worst)
         return time.perf_counter() - started < _QUICK_S
 
     def _ask(self, rows: int) -> None:
         self._trainer.rows_asked = rows
-        worst = worst_case_batch(self._columns, rows)
-        self._trainer.score(worst)
-        self._trainer.evaluate(worst)
+        wide = worst_case_batch(self._columns, rows)
+        self._trainer.score(wide)
+        self._trainer.evaluate(wide)
         self._trainer.metrics()
 
     def _stay_narrow(self) -> None:
@@ -80,4 +82,4 @@ class AskingWidth:
         # What the attempt took must not count as the need of the step.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._trainer.device)
-        self._trainer.dry_step(worst_case_batch(self._columns, self._trainer.batch_size))
+        self._trainer.dry_step(self._worst)
