@@ -128,7 +128,12 @@ class Sidecar:
     def _steps_come_first(self) -> bool:
         # Before the next record, in the order that a successor has who reads the journal; a pace gives that up, for
         # nobody who asks for scores shall wait for it.
-        return self._learner.steps_due > 0 and not self._pace.defers
+        return self._learner.steps_due > 0 and not self._pace.records_overtake
+
+    def _record_overtakes(self) -> bool:
+        # At the end what comes into the rings is the successor's, and the steps that are due are ours.
+        is_ending = self._status.state is State.DRAINING
+        return self._pace.records_overtake and not is_ending and self._hub.any_ready()
 
     def _sit_out(self) -> None:
         """Until the pause or the run ends: launch nothing."""
@@ -240,7 +245,7 @@ class Sidecar:
     def train_due(self, stop: Callable[[], bool]) -> None:
         """The steps that are due until `stop` or the pace yields; then the batch's metrics and perhaps a checkpoint."""
         before = self._trainer.step
-        if not self._steps.take_due(stop, self._hub.any_ready) and (stop() or not self._pace.defers):
+        if not self._steps.take_due(stop, self._record_overtakes) and (stop() or not self._pace.records_overtake):
             return
         if not self._learner.batch_is_in and self._trainer.step == before:
             return

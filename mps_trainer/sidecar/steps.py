@@ -33,11 +33,11 @@ class Steps:
         self._before = before
         self._pace = pace or NoPace()
 
-    def take_due(self, stop: Callable[[], bool], record_waits: Callable[[], bool] = lambda: False) -> bool:
+    def take_due(self, stop: Callable[[], bool], record_overtakes: Callable[[], bool] = lambda: False) -> bool:
         """The steps that are due, until `stop` or as far as the pace allows; whether none is left.
 
         Args:
-            record_waits: with a pace, where many steps may be owed, a record that comes waits for one at most.
+            record_overtakes: asked after each step, so that a record waits for one at most.
         """
         while self._learner.steps_due:
             if stop():
@@ -47,7 +47,7 @@ class Steps:
                 if not self._pace.may_step():
                     return False
                 self._take()
-                if self._pace.lets_records_pass and record_waits():
+                if record_overtakes():
                     return not self._learner.steps_due
         return True
 

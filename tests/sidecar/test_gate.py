@@ -10,11 +10,12 @@ import pytest
 from test_schedule import COLUMNS, TASK, batch, name
 
 from mps_trainer.config import load_settings
-from mps_trainer.run import RunRecord, Status
+from mps_trainer.run import RunRecord, State, Status
 from mps_trainer.run.engine_load import EngineLoad
 from mps_trainer.sidecar.learner import Learner
+from mps_trainer.sidecar.loop import Sidecar
 from mps_trainer.sidecar.pace import gate
-from mps_trainer.sidecar.pace.gate import Gate, NoPace, pace_for
+from mps_trainer.sidecar.pace.gate import Gate, NoPace, Pace, pace_for
 from mps_trainer.sidecar.pace.source import Sight
 from mps_trainer.sidecar.replay import ReplayBuffer
 from mps_trainer.sidecar.steps import Steps
@@ -157,8 +158,20 @@ def test_a_record_waits_for_one_step_and_not_for_all_that_is_owed(clock: list[fl
     assert (learner.steps_due, learner.counters.steps_skipped) == (8 * 4, 3), "a trainer that is behind skips"
     assert not steps.take_due(lambda: False, lambda: True)
     assert learner.steps_due == 8 * 4 - 1, "and scores are never late for it"
-    pace.drain(for_good=True)
-    assert steps.take_due(lambda: False, lambda: True), "at the end of the run all are taken"
+    assert steps.take_due(lambda: False), "where no record comes all are taken"
+
+
+@pytest.mark.parametrize("state", [State.READY, State.DRAINING])
+def test_a_record_overtakes_steps_with_a_pace_only_and_not_at_the_end(clock: list[float], state: State) -> None:
+    pace, _, _ = gate_of(IDLE)
+    status, hub = Status(run_id="r", state=state), SimpleNamespace(any_ready=lambda: True)
+
+    def overtakes(pace: Pace) -> bool:
+        loop: Any = SimpleNamespace(_pace=pace, _status=status, _hub=hub)
+        return Sidecar._record_overtakes(loop)
+
+    assert overtakes(pace) is (state is State.READY)
+    assert not overtakes(NoPace())
 
 
 def test_arrivals_alone_give_the_floor_at_once(clock: list[float]) -> None:

@@ -34,12 +34,8 @@ class Pace(Protocol):
     """What the loop asks."""
 
     @property
-    def defers(self) -> bool:
-        """Whether steps that are due may wait for the pace, and then records overtake them."""
-
-    @property
-    def lets_records_pass(self) -> bool:
-        """Whether a record that comes amid steps that are due waits for one of them only."""
+    def records_overtake(self) -> bool:
+        """Whether records go before steps that are due, which may then have to wait for the pace."""
 
     def may_step(self) -> bool:
         """Whether the next step may be taken now."""
@@ -63,8 +59,7 @@ class Pace(Protocol):
 class NoPace:
     """Every step at once, in the order that a run always has."""
 
-    defers = False
-    lets_records_pass = False
+    records_overtake = False
 
     def may_step(self) -> bool:
         """Yes."""
@@ -95,6 +90,8 @@ class Gate:
         settings: of the run.
     """
 
+    records_overtake = True
+
     def __init__(self, source: Source, settings: Settings, learner: Learner) -> None:
         self._source, self._settings, self._learner = source, settings, learner
         self._controller = Controller(settings.max_rollout_slowdown, settings.pace_tuning)
@@ -108,16 +105,6 @@ class Gate:
         self._resting = self._draining = self._for_good = False
         self._sight = Sight("arrivals")
         self._told: set[str] = set()
-
-    @property
-    def defers(self) -> bool:
-        """Always, also while draining: records are taken though their steps are not."""
-        return True
-
-    @property
-    def lets_records_pass(self) -> bool:
-        """Until the end, where none is waited for."""
-        return not self._draining
 
     def may_step(self) -> bool:
         """Whether the next step may be taken now."""
