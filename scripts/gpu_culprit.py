@@ -20,7 +20,8 @@ from collections import Counter as Count
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import Counter, Job, WarmParent, gpu_uuids, machine
+from gpu_jobs import Counter, Job, WarmParent
+from gpu_lab import gpu_uuids, machine
 
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.environment import sidecar_env

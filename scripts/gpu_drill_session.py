@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from gpu_drill_supervisor import KEEP
-from gpu_lab import SCRIPTS, kill_drained
+from gpu_jobs import kill_drained
+from gpu_lab import SCRIPTS
 from gpu_real_run import Feeding, prepare_environment, status_of, trains, wait_for, write_config
 
 from mps_trainer.launcher import up

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from gpu_drill_ways import ALL, LIMIT, OURS, beats
-from gpu_lab import DEVICE, Counter, Job, PopenLike, WarmParent, kill_drained
+from gpu_jobs import Counter, Job, PopenLike, WarmParent, kill_drained
+from gpu_lab import DEVICE
 
 from mps_trainer.errors import PlacementError
 from mps_trainer.launcher.process import GPU_DRAIN_SECONDS, stop

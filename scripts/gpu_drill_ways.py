@@ -16,7 +16,8 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from gpu_lab import DEVICE, LARGE, Counter
+from gpu_jobs import Counter
+from gpu_lab import DEVICE, LARGE
 from gpu_work_bound import WorkBound, measure_step_ms
 from torch import nn
 

@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import Counter, WarmParent, gpu_uuids, machine
+from gpu_jobs import Counter, WarmParent
+from gpu_lab import gpu_uuids, machine
 
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.environment import LIMIT_VARIABLE, sidecar_env

@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import Job, WarmParent, gpu_uuids, machine
+from gpu_jobs import Job, WarmParent
+from gpu_lab import gpu_uuids, machine
 
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.environment import sidecar_env

@@ -24,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import SCRIPTS, Counter, Job, WarmParent, gpu_uuids, machine
+from gpu_jobs import Counter, Job, WarmParent
+from gpu_lab import SCRIPTS, gpu_uuids, machine
 
 from mps_trainer.config import load_settings
 from mps_trainer.errors import PlacementError

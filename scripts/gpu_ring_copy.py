@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu_lab import WarmParent, gpu_uuids, machine
+from gpu_jobs import WarmParent
+from gpu_lab import gpu_uuids, machine
 
 from mps_trainer.mps.control import MpsDaemon
 from mps_trainer.mps.environment import sidecar_env, without_mps

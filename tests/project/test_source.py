@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "mps_trainer").rglob("*.py"))
-SHIPPED = [*PACKAGE, *sorted((ROOT / "operators").glob("*.py")), *sorted((ROOT / "scripts").glob("*"))]
+SCRIPTS = sorted((ROOT / "scripts").glob("*"))
+SHIPPED = [*PACKAGE, *sorted((ROOT / "operators").glob("*.py")), *SCRIPTS]
 MAX_FILE_LINES = 310
 MAX_FUNCTION_LINES = 55
 
@@ -22,8 +23,8 @@ def functions():
 
 
 def test_no_file_is_too_long():
-    long = {str(p.relative_to(ROOT)): n for p in PACKAGE if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
-    assert long == {}
+    lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in SHIPPED if p.is_file()}
+    assert {path: count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
 
 
 def test_no_function_is_too_long():
