@@ -18,43 +18,28 @@ LARGE = 64 if DEVICE == "cpu" else 8192
 
 def machine() -> dict[str, str]:
     """What a result is worth nothing without."""
-    import pynvml
     import torch
 
-    pynvml.nvmlInit()
-    facts = {
-        "gpu": ", ".join(
-            _text(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)))
-            for i in range(pynvml.nvmlDeviceGetCount())
-        ),
-        "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
+    facts = read_nvml()
+    return {
+        "gpu": ", ".join(gpu.name for gpu in facts.gpus),
+        "driver": facts.driver,
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": str(os.cpu_count()),
     }
-    pynvml.nvmlShutdown()
-    return facts
-
-
-def gpu_uuids() -> list[str]:
-    """Full UUIDs in NVML's order; the one of $GPU_LAB_GPU alone where that is set."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    found = [
-        _text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)))
-        for i in range(pynvml.nvmlDeviceGetCount())
-    ]
-    pynvml.nvmlShutdown()
-    return [found[int(ONLY_GPU)]] if ONLY_GPU else found
 
 
 def lab_gpus() -> list[GpuFacts]:
-    """What NVML says of the GPUs that these scripts may use."""
+    """What NVML says of the GPUs that these scripts may use, in its order."""
     found = list(read_nvml().gpus)
     return [found[int(ONLY_GPU)]] if ONLY_GPU else found
 
 
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def gpu_uuids() -> list[str]:
+    """Their UUIDs; RuntimeError when there is none."""
+    found = [gpu.uuid for gpu in lab_gpus()]
+    if not found:
+        raise RuntimeError(f"no GPU: {read_nvml().missing or 'NVML sees none'}")
+    return found

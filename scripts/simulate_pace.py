@@ -16,7 +16,6 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,6 @@ class Engine:
         return running
 
 
-Decide = Callable[[float, EngineLoad | None], bool]
-
-
 class Simulation:
     """One clock for the engine and the trainer. The trainer always has a step to take.
 
@@ -100,7 +96,7 @@ class Simulation:
     ) -> None:
         self.engine, self.trainer, self.change = engine, trainer, change
         self.rng = random.Random(seed)
-        self.now, self.steps, self.busy_steps = 0.0, 0.0, 0
+        self.now = self.steps = 0.0
         self.load: EngineLoad | None = None
         self.silent_from = silent_from
         self._iterations = self._tokens = self._prefill = self._running = 0
@@ -170,7 +166,6 @@ class Simulation:
             if self._left is not None and self._left <= 1e-12:
                 self._left = None
                 self.steps += 1
-                self.busy_steps += bool(running)
                 if controller is not None:
                     controller.stepped(self.now - self._began)
 

@@ -8,7 +8,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mps_trainer.bench.session import INTERRUPTED, Session
 from mps_trainer.bench.setting import Setting
 from mps_trainer.bench.work import WORKS, find_work
 from mps_trainer.errors import ConfigError, MpsTrainerError, PlacementError
+from mps_trainer.launcher.machine_facts import installed_version
 from mps_trainer.mps.checks import Surroundings, read_surroundings, require_possible, run_checks
 from mps_trainer.mps.environment import without_mps
 from mps_trainer.mps.nvml import GpuFacts
@@ -243,14 +243,7 @@ def machine(benchmark: Benchmark) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Of the packages that matter and are installed."""
-    return {name: found for name in _PACKAGES if (found := _version(name))}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    return {name: found for name in _PACKAGES if (found := installed_version(name))}
 
 
 def right(results: Mapping[str, Any]) -> bool:

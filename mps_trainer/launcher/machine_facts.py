@@ -25,7 +25,7 @@ def machine_facts() -> dict[str, str | list[str]]:
         "GPUs": gpus or ["none"],
         "kernel": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
-        "packages": [f"{name} {found}" for name in _PACKAGES if (found := _version(name))],
+        "packages": [f"{name} {found}" for name in _PACKAGES if (found := installed_version(name))],
     }
 
 
@@ -38,7 +38,8 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """Its version; "" when it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -28,7 +28,6 @@ class GpuFacts:
 
     Attributes:
         index: NVML's index.
-        capability: compute capability, such as (9, 0).
         compute_mode: a value of `COMPUTE_MODES`.
         mig: it is cut into MIG instances.
         processes: who is on it.
@@ -39,7 +38,6 @@ class GpuFacts:
     name: str
     total: int
     used: int
-    capability: tuple[int, int]
     compute_mode: str
     mig: bool
     processes: tuple[GpuProcess, ...] = ()
@@ -90,7 +88,6 @@ def _read(index: int) -> GpuFacts:
         name=_text(pynvml.nvmlDeviceGetName(handle)),
         total=int(memory.total),
         used=int(memory.used),
-        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
         compute_mode=COMPUTE_MODES.get(pynvml.nvmlDeviceGetComputeMode(handle), "unknown"),
         mig=_has_mig(handle),
         processes=_processes(handle),

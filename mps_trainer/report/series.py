@@ -6,7 +6,6 @@ rest can be looked at: a line that is no JSON object, and in a line a value that
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from mps_trainer.errors import RunError
 from mps_trainer.run.quantiles import QUANTILES
+from mps_trainer.run.tail import parse_line
 
 Line = dict[str, Any]
 
@@ -29,13 +29,13 @@ def read_lines(path: Path) -> list[Line]:
         raise RunError(
             f"cannot read {path}: {error.strerror}", "name a run folder, as the user who started the run"
         ) from None
-    return [line for line in map(_parse, texts) if isinstance(line, dict)]
+    return [line for line in map(parse_line, texts) if isinstance(line, dict)]
 
 
 def read_object(path: Path) -> Line:
     """The JSON object in a file; {} when it is none, or cannot be read."""
     try:
-        found = _parse(path.read_text(errors="replace"))
+        found = parse_line(path.read_text(errors="replace"))
     except OSError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -71,13 +71,6 @@ def operator_lines(run_dir: Path) -> list[Line]:
 def column(lines: list[Line], name: str) -> list[float]:
     """One value a line, NaN where there is none."""
     return [float("nan") if line.get(name) is None else float(line[name]) for line in lines]
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _keep(line: Line, checks: Mapping[str, Callable[[Any], bool]]) -> Line:

@@ -47,7 +47,7 @@ class Tail:
         return [line for line in map(parse_line, lines) if isinstance(line, dict)]
 
 
-def parse_line(text: bytes) -> Any:
+def parse_line(text: str | bytes) -> Any:
     """The JSON value of a line; None when it is none."""
     try:
         return json.loads(text)

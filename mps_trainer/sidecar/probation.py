@@ -30,9 +30,10 @@ from mps_trainer.config import Settings, load_settings
 from mps_trainer.errors import ConfigError, MpsTrainerError, PlacementError, TaskError
 from mps_trainer.run import RunRecord
 from mps_trainer.run.exit_codes import BAD_CONFIG, OK, TASK_FAILED
+from mps_trainer.run.process import resident_bytes
 from mps_trainer.sidecar.replay_memory import available_memory
 from mps_trainer.sidecar.trainer import check_sampling, make_trainer
-from mps_trainer.sidecar.trial import TaskTrial, TrialReport, is_gpu_fault
+from mps_trainer.sidecar.trial import TaskTrial, TrialReport, is_uncontained_fault
 from mps_trainer.tasks import AuxiliaryTask, load_task, wire_columns
 
 _MIB = 2**20
@@ -91,7 +92,7 @@ def try_task(settings: Settings, device: str, tell: Callable[[str], None]) -> Tr
     torch.set_num_threads(settings.cpu_threads)
     tell("importing the task")
     task, columns = _load(settings)
-    base, on_gpu = _resident(), device != "cpu"
+    base, on_gpu = resident_bytes(), device != "cpu"
     if on_gpu:
         _take_device(torch.device(device), settings.memory)
     else:
@@ -148,10 +149,6 @@ def _limit_memory(pool: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def _status_bytes(key: str) -> int:
     # Not getrusage: its peak is inherited over fork and exec, so that of a large parent would be taken for ours.
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -164,7 +161,7 @@ def explain(error: BaseException) -> tuple[str, str]:
         found, todo = error.message, error.todo.replace("sidecar.log", "probation.log")
     else:
         found, todo = f"{type(error).__name__}: {error}", "see probation.log in the run folder"
-    if is_gpu_fault(found):
+    if is_uncontained_fault(found):
         return (
             f"{found.splitlines()[0]}: a GPU fault, which beside vLLM takes the engine along",
             "correct the task's kernels or the library that holds them; the traceback in probation.log shows the line, "

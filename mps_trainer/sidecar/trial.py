@@ -181,7 +181,7 @@ class TaskTrial:
                 self._ask(batch)
                 self._trainer.train_step(batch)
             except MpsTrainerError as error:
-                if is_gpu_fault(str(error)):
+                if is_uncontained_fault(str(error)):
                     raise
                 found = error.message.partition(" (experiences")[0].splitlines()[0]
                 self.report.warnings.append(f"with {stretch} in its columns: {found}; make sure that yours hold none")
@@ -224,7 +224,7 @@ class TaskTrial:
         return TaskError(f"task {type(self._trainer.task).__name__}, step {self._trainer.step}: {found}", todo)
 
 
-def is_gpu_fault(message: str) -> bool:
+def is_uncontained_fault(message: str) -> bool:
     """Whether a message tells of a fault that MPS does not contain; a device-side assert and refused calls are none."""
     return "CUDA error" in message and any(fault in message for fault in _FAULTS)
 

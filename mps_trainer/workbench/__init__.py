@@ -2,10 +2,9 @@
 
     learn            train a task on experiences, with a tenth held out; for a task's own tests
     read_recording   the experiences of a file that `mps-trainer record` wrote
-    check_task       what `mps-trainer check-task` does
-    new_task         what `mps-trainer new-task` does
 
-Loaded on first use, so that the command line does not pay for torch.
+Loaded on first use, so that the command line does not pay for torch. What `mps-trainer new-task` and `check-task` do is
+in `new_task.py` and `check.py`.
 """
 
 from __future__ import annotations

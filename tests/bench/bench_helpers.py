@@ -15,7 +15,7 @@ EVERYTHING = Here(gpus=2, no_mps="", vllm=True, fastapi=True, pace=True)
 
 def gpu(index: int, used: int = 600 * 2**20) -> GpuFacts:
     return GpuFacts(
-        index=index, uuid=f"GPU-0000000{index}", name="NVIDIA H200", total=140 * GIB, used=used, capability=(9, 0),
+        index=index, uuid=f"GPU-0000000{index}", name="NVIDIA H200", total=140 * GIB, used=used,
         compute_mode="default", mig=False,
     )  # fmt: skip
 

@@ -197,7 +197,7 @@ def test_by_default_it_is_for_a_users_task_on_a_gpu() -> None:
     assert longest_s(record(probation="off")) == 0
 
 
-GPU = GpuFacts(0, "GPU-0", "NVIDIA H200", 140 * GIB, GIB, (9, 0), "default", False)
+GPU = GpuFacts(0, "GPU-0", "NVIDIA H200", 140 * GIB, GIB, "default", False)
 BUSY = (GpuProcess(77, GIB, "python"),)
 
 

@@ -15,7 +15,6 @@ H200 = GpuFacts(
     name="NVIDIA H200",
     total=150754820096,
     used=0,
-    capability=(9, 0),
     compute_mode="default",
     mig=False,
 )

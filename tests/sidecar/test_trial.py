@@ -17,7 +17,7 @@ from mps_trainer.errors import MpsTrainerError, TaskError
 from mps_trainer.sidecar import probation
 from mps_trainer.sidecar.hard_batches import hard_batch
 from mps_trainer.sidecar.trainer import Trainer
-from mps_trainer.sidecar.trial import TaskTrial, TrialReport, is_gpu_fault, longest_kernel
+from mps_trainer.sidecar.trial import TaskTrial, TrialReport, is_uncontained_fault, longest_kernel
 from mps_trainer.tasks import AuxiliaryTask, TaskBatch, wire_columns
 
 SETTINGS = load_settings({"batch_size": 48})
@@ -125,10 +125,10 @@ ASSERT = "task T, step 3: loss raised AcceleratorError: CUDA error: device-side 
 
 
 def test_gpu_faults_are_told_apart_by_recorded_messages() -> None:
-    assert is_gpu_fault(ILLEGAL)
-    assert not is_gpu_fault(ASSERT)
-    assert not is_gpu_fault("CUDA error: out of memory")
-    assert not is_gpu_fault("CUDA error: no kernel image is available for execution on the device")
+    assert is_uncontained_fault(ILLEGAL)
+    assert not is_uncontained_fault(ASSERT)
+    assert not is_uncontained_fault("CUDA error: out of memory")
+    assert not is_uncontained_fault("CUDA error: no kernel image is available for execution on the device")
     found, todo = probation.explain(TaskError(ILLEGAL, "x"))
     assert found.endswith("encountered: a GPU fault, which beside vLLM takes the engine along")
     assert "compute-sanitizer" in todo

@@ -59,7 +59,6 @@ class Controller:
         self._presumed = tuning.presumed if tuning.fixed is None else tuning.fixed
         self.slowdown = Slowdown(self._presumed)
         self._earn = tuning.margin * max_slowdown
-        self._max_slowdown = max_slowdown
         self._account = 0.0
         self._on = False
         self._since = self._window_since = 0.0

@@ -49,10 +49,6 @@ def nvmlDeviceGetName(handle):
     return "NVIDIA H200"
 
 
-def nvmlDeviceGetCudaComputeCapability(handle):
-    return (9, 0)
-
-
 def nvmlDeviceGetComputeMode(handle):
     return 0
 
