@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mps_trainer.config import format_size
 from mps_trainer.launcher.gpu import read_gpus
-from mps_trainer.launcher.machine import read_memory
+from mps_trainer.run.host_memory import read_memory
 
 _PACKAGES = ("mps-trainer", "torch", "trinity-rft", "vllm", "ray", "pyarrow", "numpy")
 

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from mps_trainer.run.doing import Doing, read_beat, read_doing
+from mps_trainer.run.process import ProcessIdentity
 
 log = logging.getLogger("mps_trainer.supervisor")
 
@@ -107,9 +108,5 @@ def _size(path: Path) -> int:
 
 
 def _is_stopped(pid: int) -> bool:
-    try:
-        # Bytes: a process may give itself a name that is no text.
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return False
-    return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
+    process = ProcessIdentity.of(pid)
+    return process is not None and process.state in ("T", "t")

@@ -30,8 +30,8 @@ from mps_trainer.config import Settings, load_settings
 from mps_trainer.errors import ConfigError, MpsTrainerError, PlacementError, TaskError
 from mps_trainer.run import RunRecord
 from mps_trainer.run.exit_codes import BAD_CONFIG, OK, TASK_FAILED
+from mps_trainer.run.host_memory import read_memory
 from mps_trainer.run.process import resident_bytes
-from mps_trainer.sidecar.replay_memory import available_memory
 from mps_trainer.sidecar.trainer import check_sampling, make_trainer
 from mps_trainer.sidecar.trial import TaskTrial, TrialReport, is_uncontained_fault
 from mps_trainer.tasks import AuxiliaryTask, load_task, wire_columns
@@ -143,7 +143,7 @@ def _take_device(device: torch.device, pool: int | None) -> None:
 
 def _limit_memory(pool: int | None) -> None:
     """Let an allocation of too much fail instead of the machine."""
-    most = available_memory() if pool is None else pool + _CPU_SLACK
+    most = read_memory()[1] if pool is None else pool + _CPU_SLACK
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = _status_bytes("VmData") + most
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
-
-import psutil
 
 from mps_trainer.columns import Column
 from mps_trainer.config import Settings
 from mps_trainer.errors import ConfigError
+from mps_trainer.run.host_memory import read_memory
 from mps_trainer.sidecar.row_bytes import largest_row_bytes, smallest_row_bytes
 
 _log = logging.getLogger(__name__)
@@ -24,10 +22,6 @@ _TEXT_BYTES = 64
 _MAX_OFFSET = 2**31 - 1
 #: A remembered id of about 50 characters in an OrderedDict; 2 * capacity are remembered.
 _KNOWN_ID_BYTES = 260
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 def row_bytes(columns: Sequence[Column]) -> int:
@@ -48,7 +42,7 @@ def check_replay_memory(
 
     A warning when it exceeds `memory:` on the CPU, where that is a wish and not a limit.
     """
-    available = available_memory() if available is None else available
+    available = read_memory()[1] if available is None else available
     _check_batch(columns, settings.batch_size, available)
     full, found = _full_buffer(columns, settings)
     which = "replay_capacity" if settings.replay_bytes is None else "replay_bytes"
@@ -116,17 +110,3 @@ def _check_batch(columns: Sequence[Column], batch_size: int, available: int) -> 
             f"{_MAX_OFFSET} elements in one column of a batch",
             todo,
         )
-
-
-def available_memory() -> int:
-    """Bytes that a process may still take; a container's own limit counts as the machine's."""
-    available: int = psutil.virtual_memory().available
-    for limit_path, used_path in _CGROUPS:
-        try:
-            limit, used = Path(limit_path).read_text().strip(), Path(used_path).read_text().strip()
-        except (FileNotFoundError, PermissionError):
-            continue
-        # Version 1 writes "no limit" as a number near 2**63.
-        if limit.isdigit() and int(limit) < 2**60:
-            return min(available, max(int(limit) - int(used), 0))
-    return available

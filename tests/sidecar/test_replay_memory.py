@@ -9,7 +9,8 @@ from mps_trainer.config import load_settings
 from mps_trainer.errors import ConfigError
 from mps_trainer.run import State
 from mps_trainer.run.exit_codes import BAD_CONFIG
-from mps_trainer.sidecar.replay_memory import available_memory, batch_row_bytes, check_replay_memory, row_bytes
+from mps_trainer.run.host_memory import read_memory
+from mps_trainer.sidecar.replay_memory import batch_row_bytes, check_replay_memory, row_bytes
 
 COLUMNS = (*IDENTITY_COLUMNS, Column(name="v", source="info.v", shape=(25_000,)))
 
@@ -58,7 +59,7 @@ def test_more_than_memory_is_a_warning_on_the_cpu_and_nothing_on_a_gpu(caplog: p
 
 
 def test_the_sidecar_refuses_it_before_ready(make_run: Any) -> None:
-    capacity = 4 * available_memory() // 600
+    capacity = 4 * read_memory()[1] // 600
     run = make_run(replay_capacity=capacity)
     child, answer = run.start()
     assert child.wait(30) == BAD_CONFIG
