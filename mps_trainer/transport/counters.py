@@ -43,6 +43,11 @@ class ChannelCounters:
     replies_late: int = 0
     replies_corrupt: int = 0
 
+    @property
+    def blocked_s(self) -> float:
+        """Seconds spent waiting for room."""
+        return self.blocked_ns / 1e9
+
     def add(self, result: SendResult, lock_timeouts: int) -> None:
         """Count what became of one batch."""
         self.records_sent += result.parts_sent
