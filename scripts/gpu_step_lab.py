@@ -32,6 +32,7 @@ class Lab:
     def __init__(self, args: argparse.Namespace, folder: Path, deadline: float) -> None:
         self.args, self.folder, self.deadline = args, folder, deadline
         self.on_gpu = args.device == "cuda"
+        self.device = "cuda:0" if self.on_gpu else "cpu"
         self.found: dict[str, Any] = {"settings": {**vars(args), "out": str(args.out)}, "rows": {}, "problems": []}
         self._stack = ExitStack()
         self._pipe: Path | None = None
@@ -58,6 +59,7 @@ class Lab:
         self.switch.stop()
         if self.neighbour is not None:
             self.neighbour.wait(10)
+            self.neighbour.said()
         if self.engine is not None:
             self.engine.close()
         self._stack.close()
@@ -83,7 +85,7 @@ class Lab:
             raise RuntimeError(f"the engine has ended:\n{self.engine.log_tail(1000)}")
         self.switch.reset()
         env = self.environment(MEMORY["neighbour"], priority=0)
-        self.neighbour = self.parent.start("gpu_step_neighbour:serve", str(self.switch.path), self.args.device, env=env)
+        self.neighbour = self.parent.start("gpu_step_neighbour:serve", str(self.switch.path), self.device, env=env)
         if not self.switch.wait_for(1, 60, self.neighbour):
             raise RuntimeError(f"the neighbour does not start: {self.neighbour.said()[:500]}")
 
@@ -98,7 +100,7 @@ class Lab:
         folder = self.folder / "reference"
         folder.mkdir()
         job = self.parent.start(
-            "gpu_step_model:reference", tasks, self.sizes, self.args.device, str(folder),
+            "gpu_step_model:reference", tasks, self.sizes, self.device, str(folder),
             env=self.environment(MEMORY["client"]),
         )  # fmt: skip
         self.found["reference, losses"] = job.result(90)
@@ -131,7 +133,7 @@ class Lab:
         log = self.folder / f"rows-{self._lines}.jsonl"
         self._lines += 1
         setup = {
-            "log": str(log), "device": self.args.device, "sizes": self.sizes, "deadline": self.deadline,
+            "log": str(log), "device": self.device, "sizes": self.sizes, "deadline": self.deadline,
             "settings": SETTINGS, "cell_s": self.args.cell_s, "reference": str(self.folder / "reference"),
             "switch": str(self.switch.path), "engine": str(self.folder / "engine") if self.engine else "",
             "left_out": LEFT_OUT,

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,88 @@ def test_a_plan_is_printed_and_nothing_started(
     said = capsys.readouterr().out
     assert said.index("eager: ") < said.index("graph: ")
     assert "compile" not in said
+
+
+class MockedCuda:
+    """Of torch.cuda, what a captured step and a stream of its own need; notes what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def current_stream(self) -> Any:
+        return argparse.Namespace(synchronize=lambda: self.calls.append("wait"))
+
+    Stream = current_stream
+
+    def CUDAGraph(self, keep_graph: bool) -> Any:
+        note = self.calls.append
+        return argparse.Namespace(
+            instantiate=lambda: note("instantiate"), replay=lambda: note("replay"), raw_cuda_graph=lambda: 7
+        )
+
+    @contextmanager
+    def graph(self, graph: Any, stream: Any) -> Iterator[None]:
+        self.calls.append("capture")
+        yield
+        self.calls.append("captured")
+
+    def stream(self, stream: Any) -> Any:
+        self.calls.append(f"on {stream if isinstance(stream, str) else 'its own'}")
+        return nullcontext()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> MockedCuda:
+    import torch
+
+    found = MockedCuda()
+    for name in ("current_stream", "Stream", "CUDAGraph", "graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(found, name))
+    return found
+
+
+def test_a_step_is_captured_from_the_first_weights_with_a_mocked_gpu(
+    cuda: MockedCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu_step_work
+    from gpu_step_model import Subject, reference
+    from gpu_step_plan import TINY_SIZES
+
+    reference(["A"], TINY_SIZES, "cpu", str(tmp_path))
+    subject = Subject("A", TINY_SIZES, "cpu", tmp_path)
+    # Here a capture executes too, so the optimizer need not know of it.
+    subject.adamw(foreach=True)
+    gpu_step_work.eager(subject, 1)(0)
+    monkeypatch.setattr(gpu_step_work, "nodes_of", lambda graph: graph.raw_cuda_graph())
+    step, nodes = gpu_step_work.captured(subject)
+    assert nodes == 7
+    assert cuda.calls == ["wait", "capture", "captured", "instantiate"]
+    assert step(0) == pytest.approx(subject.losses[0])
+    assert cuda.calls[4:] == ["replay", "wait"]
+
+
+@pytest.mark.parametrize("has_stream", [True, False], ids=["torch 2.12", "torch 2.10"])
+def test_a_green_context_is_entered_and_left_with_a_mocked_gpu(
+    cuda: MockedCuda, monkeypatch: pytest.MonkeyPatch, *, has_stream: bool
+) -> None:
+    import gpu_step_work
+    import torch
+    import torch.cuda.green_contexts
+    from gpu_step_plan import SHAPES
+
+    def create(num_sms: int, device_id: int) -> Any:
+        assert (num_sms, device_id) == (16, 0)
+        old = {name: lambda name=name: cuda.calls.append(name) for name in ("set_context", "pop_context")}
+        return argparse.Namespace(**({"Stream": lambda: "a green one"} if has_stream else old))
+
+    monkeypatch.setattr(torch.cuda.green_contexts, "GreenContext", argparse.Namespace(create=create))
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: None)
+    with gpu_step_work.surroundings(SHAPES["green-16"], "cuda:0"):
+        assert not torch._C._is_multithreading_enabled()
+    assert torch._C._is_multithreading_enabled()
+    begin, end = (["on a green one"], ["wait"]) if has_stream else (["set_context"], ["wait", "pop_context"])
+    assert cuda.calls == begin + end
+    cuda.calls.clear()
+    with gpu_step_work.surroundings(SHAPES["eager"], "cuda:0"):
+        pass
+    assert cuda.calls == ["on its own", "wait"]
