@@ -110,6 +110,8 @@ def main() -> int:
         lab = Lab(args, Path(name), deadline)
         if args.go_on and args.out and args.out.exists():
             lab.go_on(json.loads(args.out.read_text()))
+        # Where it cannot be written is found out before anything starts.
+        lab.write()
         try:
             with lab:
                 lab.make_reference(args.tasks)

@@ -85,6 +85,8 @@ def prepare(options: Namespace, around: Surroundings | None = None, here: Here |
     for flag, arms in (("--pace-variant", paced), ("--low-variant", low)):
         if len({arm.name for arm in arms}) < len(arms):
             raise ConfigError(f"two of {flag} have one name: {[arm.name for arm in arms]}", "give each its own")
+        if len(arms) > 1 and options.arms is not None and arms[0].name not in options.arms:
+            raise ConfigError(f"{flag} varies {arms[0].name}, which --arms does not name", "name it too")
     for arm in paced:
         # Its settings are refused here and not when its sidecar starts, minutes later.
         WORKS["A"].settings(**arm.settings(options.slowdown))

@@ -256,6 +256,8 @@ def test_variants_of_a_client_that_make_no_sense_are_refused(text: str, why: str
         planned("--arms", "mps-low", "--low-variant", text)
     with pytest.raises(ConfigError, match="two of --low-variant have one name"):
         planned("--arms", "mps-low", "--low-variant", "a:share=25", "--low-variant", "a:share=50")
+    with pytest.raises(ConfigError, match="--low-variant varies mps-low, which --arms does not name"):
+        planned("--arms", "mps-pace", "--low-variant", "a:share=25")
 
 
 def test_arms_that_cannot_be_are_refused() -> None:
