@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -68,6 +69,8 @@ class Trainer:
         self.step = 0
         self.trained_ns = time.monotonic_ns()
         self.on_part: Callable[[], object] = lambda: None
+        # Of the experiences scored last. Weak, since a packed batch may hold a slot of the ring.
+        self._scored: tuple[weakref.ref[PackedBatch], dict[str, Tensor]] | None = None
         seed_everything(seed)
         with self._users_code("build_model"):
             self.model = task.build_model().to(self.device)
@@ -85,6 +88,7 @@ class Trainer:
             weights: (n,) float32, with `by_experience`: a factor on each experience's loss; None: 1.
         """
         self.model.train()
+        self._scored = None
         with self._users_code("losses" if self.by_experience else "loss", packed):
             loss = self._loss(self._to_batch(packed), weights)
             # Reading the number waits for the device: never more than one step is in flight.
@@ -108,8 +112,10 @@ class Trainer:
         for start, part in parts_of(packed, self.rows_asked):
             self.on_part()
             with self._asking(), self._users_code("score", part):
-                found = self.task.score(self.model, self._to_batch(part))
+                batch = self._to_batch(part)
+                found = self.task.score(self.model, batch)
                 scores[start : start + part.num_rows] = to_numbers("score", found, part.num_rows)
+            self._scored = weakref.ref(part), batch.made
         if not np.isfinite(scores).all():
             bad = np.flatnonzero(~np.isfinite(scores))
             raise self._error(
@@ -122,10 +128,14 @@ class Trainer:
     def evaluate(self, packed: PackedBatch) -> tuple[Array, Array] | None:
         """What the model predicts of (n,) experiences and what came true, or None when the task has no such pair."""
         predicted, came_true = [], []
+        scored, self._scored = self._scored, None
         for _, part in parts_of(packed, self.rows_asked):
             self.on_part()
             with self._asking(), self._users_code("predictions", part):
-                pair = self.task.predictions(self.model, self._to_batch(part))
+                batch = self._to_batch(part)
+                if scored is not None and scored[0]() is part:
+                    batch.made.update(scored[1])
+                pair = self.task.predictions(self.model, batch)
                 if pair is None:
                     return None
                 predicted.append(to_numbers("predictions", pair[0], part.num_rows))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mps_trainer.columns import Column
 from mps_trainer.tasks.batch import TaskBatch
+from mps_trainer.tasks.optimizers import adamw
 
 
 class AuxiliaryTask(ABC):
@@ -49,8 +50,8 @@ class AuxiliaryTask(ABC):
         """(B,) float: one score for each experience. Called under `torch.inference_mode`."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with this task's learning rate and weight decay."""
-        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
+        """AdamW (Loshchilov and Hutter, arXiv:1711.05101), fused, with this task's learning rate and weight decay."""
+        return adamw(model.parameters(), self.learning_rate, self.weight_decay)
 
     def predictions(self, model: nn.Module, batch: TaskBatch) -> tuple[Tensor, Tensor] | None:
         """What the model predicts and what came true: ((B,) float, (B,) in {0, 1}), or None without such a pair."""

@@ -6,7 +6,8 @@ Shape legend: B experiences, D the width of a vector column, T the sum of all le
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -28,22 +29,29 @@ class Ragged:
     values: Tensor
     offsets: Tensor
 
-    @property
+    # Kept, both: beside a busy engine each operation costs a task a quarter of a millisecond.
+    @cached_property
     def lengths(self) -> Tensor:
         """(B,) int64."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    @property
+    @cached_property
     def row_index(self) -> Tensor:
         """(T,) int64: the row that each value belongs to, for `index_add_` and `scatter`."""
         rows = torch.arange(len(self.offsets) - 1, device=self.offsets.device)
-        return torch.repeat_interleave(rows, self.lengths)
+        # Without the size PyTorch adds the lengths up and waits for a GPU to tell.
+        return torch.repeat_interleave(rows, self.lengths, output_size=len(self.values))
 
     def mean(self) -> Tensor:
         """(B,) float32: the mean of each row; 0 for an empty one."""
-        total = torch.zeros(len(self.offsets) - 1, device=self.values.device)
-        total.index_add_(0, self.row_index, self.values.float())
-        return total / self.lengths.clamp(min=1)
+        return self.mean_of(self.values)
+
+    def mean_of(self, values: Tensor) -> Tensor:
+        """(B,) or (B, K) float32: the mean over each row of `values`, (T,) or (T, K), which belong to the same rows."""
+        total = torch.zeros(len(self.offsets) - 1, *values.shape[1:], device=values.device)
+        total.index_add_(0, self.row_index, values.float())
+        lengths = self.lengths.clamp(min=1)
+        return total / (lengths if values.dim() == 1 else lengths.unsqueeze(1))
 
     def padded(self, length: int, fill: float = 0) -> Tensor:
         """(B, length): every row cut or filled up to `length`."""
@@ -59,12 +67,14 @@ class TaskBatch:
     """B experiences. `batch["name"]` is the column that the task declared under that name.
 
     A scalar column is a Tensor (B,), a vector column a Tensor (B, D), a sequence a `Ragged`. `texts` holds the
-    text columns as lists of B strings; `eid`, `group` and `reward` are there for every task.
+    text columns as lists of B strings; `eid`, `group` and `reward` are there for every task. `made` is what
+    `once` has made.
     """
 
     tensors: Mapping[str, Tensor | Ragged]
     texts: Mapping[str, list[str]]
     size: int
+    made: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.tensors:
@@ -83,6 +93,15 @@ class TaskBatch:
         value = self.tensors[name]
         assert isinstance(value, Ragged), f"column {name!r} is no sequence; use batch[{name!r}]"
         return value
+
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives, made once for these experiences: features that `score` and `predictions` both read, say.
+
+        It may depend on the batch and on the task's settings, never on the model, and nobody may change it in place.
+        """
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
 
     @classmethod
     def from_packed(

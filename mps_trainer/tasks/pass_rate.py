@@ -94,7 +94,8 @@ class PassRate(AuxiliaryTask):
         return torch.sigmoid(self._logits(model, batch)), self._passed(batch)
 
     def _logits(self, model: nn.Module, batch: TaskBatch) -> Tensor:
-        logits: Tensor = model(histogram(batch.ragged("prompt"), self.num_buckets))
+        features = batch.once("features", lambda: histogram(batch.ragged("prompt"), self.num_buckets))
+        logits: Tensor = model(features)
         return logits
 
     def _passed(self, batch: TaskBatch) -> Tensor:

@@ -134,6 +134,9 @@ class PreferenceClassifier(AuxiliaryTask):
         return (batch["outcome"] > baseline).float()
 
     def _features(self, batch: TaskBatch) -> Tensor:
+        return batch.once("features", lambda: self._make_features(batch))
+
+    def _make_features(self, batch: TaskBatch) -> Tensor:
         if self.feature_dim is not None:
             # Hidden states differ in scale by orders of magnitude from model to model.
             return nn.functional.layer_norm(batch["features"].float(), (self.feature_dim,))

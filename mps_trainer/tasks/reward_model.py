@@ -35,6 +35,7 @@ from mps_trainer.columns import Column
 from mps_trainer.errors import ConfigError
 from mps_trainer.tasks.base import AuxiliaryTask
 from mps_trainer.tasks.batch import TaskBatch
+from mps_trainer.tasks.optimizers import adamw
 from mps_trainer.tasks.reward_network import (
     NetworkSettings,
     RewardNetwork,
@@ -146,7 +147,7 @@ class RewardModel(AuxiliaryTask):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """AdamW on what is trained."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay)
+        return adamw(trained, self.learning_rate, self.weight_decay)
 
     def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         """The loss above, a mean; its memory is that of `micro_batch_size` sequences."""

@@ -35,22 +35,19 @@ def histogram(tokens: Ragged, num_buckets: int) -> Tensor:
 def statistics(logprobs: Ragged, num_tokens: Tensor) -> Tensor:
     """(B, 4): mean, minimum and standard deviation of the logprobs, log of the number of tokens; each near [-1, 1]."""
     # Masked tokens often carry the lowest float there is, whose square overflows.
-    logprobs = Ragged(logprobs.values.float().clamp(-100, 0), logprobs.offsets)
-    mean = logprobs.mean()
-    square = Ragged(logprobs.values.float() ** 2, logprobs.offsets).mean()
-    lowest = torch.zeros_like(mean).scatter_reduce_(0, logprobs.row_index, logprobs.values.float(), "amin")
-    deviation = (square - mean**2).clamp(min=0).sqrt()
+    values = logprobs.values.float().clamp(-100, 0)
+    mean, square = logprobs.mean_of(torch.stack([values, values.square()], dim=1)).unbind(dim=1)
+    lowest = torch.zeros_like(mean).scatter_reduce_(0, logprobs.row_index, values, "amin")
+    deviation = (square - mean.square()).clamp(min=0).sqrt()
     return torch.stack([mean / 4, lowest / 16, deviation / 4, torch.log1p(num_tokens.float()) / 8], dim=1)
 
 
 def repetition(tokens: Ragged) -> Tensor:
     """(B, 3): the share of tokens that equal the one 1, 2 and 4 places before them in the same row."""
     rows, values = tokens.row_index, tokens.values
-    shares = []
-    for distance in (1, 2, 4):
-        same = torch.zeros(len(values), device=values.device)
+    same = torch.zeros(len(values), NUM_REPETITIONS, device=values.device)
+    for column, distance in enumerate((1, 2, 4)):
         if len(values) > distance:
             equal = (values[distance:] == values[:-distance]) & (rows[distance:] == rows[:-distance])
-            same[distance:] = equal.float()
-        shares.append(Ragged(same, tokens.offsets).mean())
-    return torch.stack(shares, dim=1)
+            same[distance:, column] = equal
+    return tokens.mean_of(same)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mps_trainer.columns import Column
 from mps_trainer.errors import ConfigError
 from mps_trainer.tasks.base import AuxiliaryTask
-from mps_trainer.tasks.batch import Ragged, TaskBatch
+from mps_trainer.tasks.batch import TaskBatch
 from mps_trainer.tasks.token_features import NUM_REPETITIONS, NUM_STATISTICS, bucket_shares, repetition, statistics
 
 _SURPRISES = (-1.0, -3.0)
@@ -117,10 +117,8 @@ class TokenOutlier(AuxiliaryTask):
 
     def _features(self, batch: TaskBatch) -> Tensor:
         tokens, logprobs = batch.ragged("tokens"), batch.ragged("logprobs")
-        surprises = [Ragged((logprobs.values < limit).float(), logprobs.offsets).mean() for limit in _SURPRISES]
+        surprises = logprobs.mean_of(torch.stack([logprobs.values < limit for limit in _SURPRISES], dim=1))
         shares = bucket_shares(tokens, self.num_buckets)
         entropy = -(shares * shares.clamp(min=1e-12).log()).sum(dim=1)
         spread = torch.stack([shares.amax(dim=1), entropy / math.log(self.num_buckets + 1)], dim=1)
-        return torch.cat(
-            [statistics(logprobs, tokens.lengths), torch.stack(surprises, dim=1), repetition(tokens), spread], dim=1
-        )
+        return torch.cat([statistics(logprobs, tokens.lengths), surprises, repetition(tokens), spread], dim=1)

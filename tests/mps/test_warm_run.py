@@ -162,11 +162,13 @@ def test_real_sidecar_whose_task_cannot_be_made_is_told_at_up(start):
 
 def test_real_sidecar_with_a_mocked_gpu_is_ready_soon_after_the_summons(start):
     run = start("auto", 2, [sys.executable, str(HERE / "sidecar_on_cpu.py")])
+    # What takes long is done before: the imports. How long the rest takes depends on who else is at work here.
+    assert "libtorch_cpu" in Path(f"/proc/{run.sidecar_pid}/maps").read_text()
     assert join(run, UUIDS[1])["env"]
     assert run.status().state is State.READY
     found = json.loads((run.run_dir / "startup.json").read_text())
-    # What takes long is done before: the imports.
-    assert found["summons_to_ready_s"] < found["ready_s"] / 2
+    assert 0 < found["summons_to_ready_s"] < found["ready_s"]
+    assert next(iter(found["phases_s"])) == "imports"
     assert "summoned by pid" in supervisor_log(run)
     run.stop()
     assert run.status().state is State.STOPPED

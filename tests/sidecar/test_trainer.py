@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import shutil
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import broken_tasks
@@ -15,7 +17,7 @@ from mps_trainer.errors import RunError, TaskError
 from mps_trainer.sidecar.checkpoint import Checkpoint, checkpoints, load_newest, save_checkpoint
 from mps_trainer.sidecar.trainer import Trainer
 from mps_trainer.sidecar.worst_case import worst_case_batch
-from mps_trainer.tasks import TaskBatch, load_task, wire_columns
+from mps_trainer.tasks import AuxiliaryTask, TaskBatch, load_task, wire_columns
 from mps_trainer.transport import decode_batch, encode_batch
 
 TASK = load_task("preference_classifier", {"max_tokens": 64, "num_buckets": 64, "hidden_size": 16, "dropout": 0.5})
@@ -45,6 +47,63 @@ def test_more_than_a_batch_is_scored_in_parts_with_the_same_result() -> None:
     np.testing.assert_allclose(small.score(batch(50)), large.score(batch(50)), rtol=1e-5)
     for one, two in zip(small.evaluate(batch(50)) or (), large.evaluate(batch(50)) or (), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+class CountsFeatures(AuxiliaryTask):
+    """Counts how often it makes its features."""
+
+    made = 0
+
+    def columns(self) -> Sequence[Column]:
+        return []
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def features(self, batch: TaskBatch) -> Tensor:
+        self.made += 1
+        return batch["reward"].unsqueeze(1)
+
+    def ask(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        found: Tensor = model(batch.once("features", lambda: self.features(batch))).squeeze(1)
+        return found
+
+    def loss(self, model: nn.Module, batch: TaskBatch) -> Tensor:
+        return self.ask(model, batch).square().mean()
+
+    score = ask
+
+    def predictions(self, model: nn.Module, batch: TaskBatch) -> tuple[Tensor, Tensor]:
+        return self.ask(model, batch), batch["reward"]
+
+
+def test_features_are_made_once_for_the_scores_and_the_predictions_of_a_record() -> None:
+    task = CountsFeatures()
+    trainer = Trainer(task, 4, 0)
+    record, another = rewards(1, 0, 1), rewards(0, 0, 1)
+    scores = trainer.score(record)
+    pair = trainer.evaluate(record)
+    assert pair is not None
+    assert (task.made, list(pair[0])) == (1, list(scores))
+    trainer.evaluate(record)
+    assert task.made == 2  # nothing is kept longer than that
+    trainer.score(record)
+    pair = trainer.evaluate(another)
+    assert pair is not None
+    assert task.made == 4
+    assert list(pair[0]) != list(scores)
+    trainer.score(record)
+    trainer.train_step(record)
+    trainer.evaluate(record)
+    assert task.made == 7
+
+
+def test_a_record_that_was_scored_is_not_kept_alive() -> None:
+    trainer, record = Trainer(CountsFeatures(), 4, 0), rewards(1, 0, 1)
+    trainer.score(record)
+    last = weakref.ref(record)
+    del record
+    assert last() is None
 
 
 def test_neither_asking_nor_the_dry_step_changes_what_training_does() -> None:

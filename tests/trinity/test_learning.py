@@ -3,10 +3,11 @@
 The reward depends on the response's tokens by a rule drawn at random, with noise: 5 % of the rewards are flipped,
 the planted outliers. The AUC is taken on each batch before the sidecar trains on it.
 
-Measured on 200 seeds (mean, standard deviation, worst): the AUC of the first batch 0.49, 0.11, 0.74, because an
-untrained network agrees with some rules by luck; of the last three 0.947, 0.009, 0.924; the planted among the late 5 %
-that are dropped 0.86, 0.06, 0.67, where chance is 0.05. On 60 seeds the mean AUC of the last six batches with rewards
-that nobody can learn: 0.50, 0.02, 0.05 off. Each bound below is at least four standard deviations away.
+Measured on 200 seeds and more (mean, standard deviation, worst): the AUC of the first batch 0.49, 0.11, 0.74, because
+an untrained network agrees with some rules by luck; of the last three 0.947, 0.009, 0.924; the planted among the 5 %
+that are dropped of the last six batches (72 experiences) 0.89, 0.06, 0.68, where chance is 0.05. On 60 seeds the mean
+AUC of the last six batches with rewards that nobody can learn: 0.50, 0.02, 0.05 off. Each bound below is at least four
+standard deviations away.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from mps_trainer.run import State, Status
 
 SEED = secrets.randbelow(10**6)  # every assertion carries it, so that a failure can be repeated
 STEPS, BATCH = 14, 256
+LATE = 6  # of the batches are filtered
 
 
 @dataclass
@@ -43,7 +45,8 @@ class Learned:
 def learned(private_ray, tmp_path_factory) -> Learned:
     """One real run with the filter; several tests look at what it left."""
     trinity_run = TrinityRun("learning", tmp_path_factory.mktemp("learning"), private_ray.environment)
-    block = operator(use="filter", filter={"drop": "quantile", "value": 0.05})
+    # The default of min_version would let the filter work on the last batch alone, too few to judge it by.
+    block = operator(use="filter", filter={"drop": "quantile", "value": 0.05}, min_version=4 * (STEPS - LATE))
     config = trinity_run.write_config("explore", operators=[block], steps=STEPS, rule={"seed": SEED, "noise": 0.05})
     before = config.read_bytes()
     with trinity_run.engine(config):
@@ -84,7 +87,8 @@ def test_trinitys_monitor_has_the_sidecars_figures(learned: Learned) -> None:
 def test_the_filter_drops_mostly_the_planted_outliers(learned: Learned) -> None:
     batches = lines(run_folder(learned.config) / "operator.jsonl")
     dropped = [entry for batch in batches for entry in batch["dropped"]]
-    late = [entry["info"]["planted"] for batch in batches[-6:] for entry in batch["dropped"]]
+    assert [len(batch["dropped"]) for batch in batches] == [0] * (STEPS - LATE) + [int(0.05 * BATCH)] * LATE
+    late = [entry["info"]["planted"] for entry in dropped]
     assert len(dropped) == sum(metric(learned.outcome, "filtered")) > 0
     assert len(learned.outcome.rows()) == STEPS * BATCH - len(dropped)
     assert mean(late) > 0.5, (SEED, late)
