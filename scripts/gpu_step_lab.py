@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_engine import Engine
-from gpu_lab import Job, WarmParent, gpu_uuids, kill_drained, machine
+from gpu_jobs import Job, WarmParent, kill_drained
+from gpu_lab import gpu_uuids, machine
 from gpu_step_neighbour import SETTINGS, Switch
 from gpu_step_plan import COMPILE_S, LARGE_SIZES, SHAPES, TINY_SIZES, row_s, variables
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpu_lab import Counter
+from gpu_jobs import Counter
 
 SETTINGS = ("nobody", "decode", "prompts")
 ENGINE_SETTING = "engine"
