@@ -5,8 +5,18 @@ import secrets
 
 import pytest
 
-from mps_trainer.transport import leftovers, locks
+from mps_trainer.transport import hub, leftovers, locks, semaphores
+from mps_trainer.transport.locks import MUTEX_S
 from mps_trainer.transport.sweep import reclaim_orphans, remove_run
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A process that the machine holds up inside a mutex, also for a second, costs its peer no record.
+
+    Tests of one that is stopped there set the real limit again.
+    """
+    monkeypatch.setattr(locks, "MUTEX_S", 30.0)
 
 
 @pytest.fixture
@@ -18,6 +28,19 @@ def run_id():
     left = leftovers(name)
     remove_run(name)
     assert left == []
+
+
+@pytest.fixture
+def brief_mutex(monkeypatch):
+    """The mutex's real time limit, for tests of a process that is stopped inside it."""
+    monkeypatch.setattr(locks, "MUTEX_S", MUTEX_S)
+
+
+@pytest.fixture
+def only_bells(monkeypatch):
+    """No look now and then: who is not rung for sleeps on until its own time limit."""
+    monkeypatch.setattr(semaphores, "SLICE_S", 600.0)
+    monkeypatch.setattr(hub, "SLICE_S", 600.0)
 
 
 @pytest.fixture(params=["total store order", "locks"])

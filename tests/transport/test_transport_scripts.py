@@ -28,7 +28,7 @@ def test_a_short_run_finds_nothing(arguments, says, tmp_path):
         [sys.executable, SCRIPTS / script, *rest],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         cwd=tmp_path,
         check=False,
     )
