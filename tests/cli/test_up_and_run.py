@@ -108,7 +108,7 @@ def test_a_command_whose_output_nobody_reads_succeeds(environment: dict[str, str
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     os.close(writing)
     assert (answer.returncode, answer.stderr) == (0, "")

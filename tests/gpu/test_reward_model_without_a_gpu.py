@@ -56,7 +56,7 @@ class StandInEngine:
 
     def close(self) -> int:
         self._done.set()
-        self._thread.join(5)
+        self._thread.join(90)
         return 0
 
 

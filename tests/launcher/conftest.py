@@ -22,7 +22,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         folder = Path(name) / "s"
         monkeypatch.setenv(STATE_DIR_VARIABLE, str(folder))
         yield folder
-        end_runs(list_runs(), timeout_s=20)
+        end_runs(list_runs(), timeout_s=90)
         left = sorted(path.name for path in (folder / "runs").glob("*"))
         assert not left, f"left in the state folder: {left}"
 

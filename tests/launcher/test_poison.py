@@ -42,7 +42,7 @@ def open_channel(run: RunHandle) -> OperatorChannel:
     settings = run.record.settings
     columns = wire_columns(load_task(settings["task"], settings["task_args"]))
     ring = RingSettings(num_slots=8, slot_bytes=2**14)
-    return OperatorChannel.create(run.record.run_id, columns, ring, backpressure="block", block_timeout_s=20)
+    return OperatorChannel.create(run.record.run_id, columns, ring, backpressure="block", block_timeout_s=90)
 
 
 def kept(run: RunHandle) -> list[dict[str, Any]]:
@@ -68,13 +68,13 @@ def test_the_batch_is_set_aside_and_named_and_later_ones_are_trained_on(
     deaths = 2 if task == "KilledFromOutside" else 1
     with open_channel(run) as channel:
         channel.send(rows(["good1", "good2"]), request_id=1, want_scores=True)
-        assert channel.receive_scores(1, timeout_s=20) is not None
+        assert channel.receive_scores(1, timeout_s=90) is not None
         channel.send(rows(["bad", "beside"], marked="bad"), request_id=2, want_scores=True)
         begin = time.monotonic()
         wait_for(lambda: run.status().restarts == deaths and run.status().set_aside, "the batch set aside", 90)
         seconds = time.monotonic() - begin
         channel.send(rows(["good3", "good4"]), request_id=3, want_scores=True)
-        scores = channel.receive_scores(3, timeout_s=30)
+        scores = channel.receive_scores(3, timeout_s=90)
         assert scores is not None
         wait_for(lambda: run.status().batches >= 2 and not run.status().error, "the later batch", 30)
         status = run.status()

@@ -157,8 +157,8 @@ def test_a_run_can_be_ended_during_probation(write_config: Write, fake: Fake, tm
     thread.start()
     log = tmp_path / "ckpt" / "lab" / "run.mps-trainer" / "latest" / "probation.log"
     wait_for(lambda: log.exists() and "helper" in log.read_text(), "probation")
-    end_runs(list_runs(), timeout_s=20)
-    thread.join(20)
+    end_runs(list_runs(), timeout_s=90)
+    thread.join(90)
     assert "ended before it was ready" in errors[0].message
     wait_for(lambda: not is_alive(int(re.findall(r"helper (\d+)", log.read_text())[0])), "the helper's end")
 

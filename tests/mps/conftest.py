@@ -65,7 +65,7 @@ def start(planned):
         return start_run(planned(device, num_gpus, **options), sidecar_command=command)
 
     yield begin
-    end_runs(list_runs(), timeout_s=20)
+    end_runs(list_runs(), timeout_s=90)
 
 
 @pytest.fixture

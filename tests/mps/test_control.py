@@ -83,7 +83,7 @@ def test_fake_daemon_is_asked_one_question_at_a_time(fake_daemon):
 
     def ask():
         try:
-            fake_daemon.ask("get_server_list", timeout_s=20)
+            fake_daemon.ask("get_server_list", timeout_s=90)
         except PlacementError as error:
             errors.append(error)
 

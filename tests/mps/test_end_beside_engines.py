@@ -22,7 +22,7 @@ from mps_trainer.mps.summons import EngineRequest, EngineSession
 from mps_trainer.run import State, exit_codes
 
 
-def session(run, timeout_s=20.0):
+def session(run, timeout_s=90):
     return EngineSession(mps_folder(run.record.run_id).summons_socket, EngineRequest((UUIDS[0],), "rollout"), timeout_s)
 
 
@@ -40,9 +40,9 @@ def test_engine_is_not_told_to_join_while_the_fake_sidecar_is_being_ended(start)
     engine.join(1)
     assert heard == [], "it waits until the memory has stopped changing"
     os.kill(run.sidecar_pid, signal.SIGKILL)
-    engine.join(10)
+    engine.join(90)
     assert not heard[0].join
-    run.supervisor.wait(10)
+    run.supervisor.wait(90)
 
 
 def test_end_of_the_run_waits_for_a_fake_engine_that_was_told_to_join(start):
@@ -57,8 +57,8 @@ def test_end_of_the_run_waits_for_a_fake_engine_that_was_told_to_join(start):
     other.join(1.5)
     assert (notes(run), late) == (["start"], [])
     engine.tell("ready")
-    run.supervisor.wait(10)
-    other.join(10)
+    run.supervisor.wait(90)
+    other.join(90)
     engine.close()
     assert notes(run) == ["start", "SIGTERM", "saved"]
     assert not late[0].join
@@ -72,7 +72,7 @@ def test_end_between_two_lives_starts_no_sidecar_under_a_fake_engine_that_measur
     os.kill(run.sidecar_pid, signal.SIGKILL)
     wait_for(lambda: "waits: an engine that was told to join is measuring memory" in run.status().error)
     os.kill(run.supervisor.pid, signal.SIGTERM)
-    run.supervisor.wait(20)
+    run.supervisor.wait(90)
     engine.close()
     assert notes(run) == ["start"]
     assert run.status().state is State.FAILED
@@ -86,7 +86,7 @@ def test_end_between_two_lives_starts_the_last_sidecar_once_the_fake_engine_is_u
     wait_for(lambda: "waits: an engine" in run.status().error)
     os.kill(run.supervisor.pid, signal.SIGTERM)
     engine.tell("ready")
-    run.supervisor.wait(20)
+    run.supervisor.wait(90)
     engine.close()
     assert notes(run) == ["start", "start", "SIGTERM", "saved"]
     assert run.status().state is State.STOPPED

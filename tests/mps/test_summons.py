@@ -52,7 +52,7 @@ def share(state):
         made.close()
 
 
-def ask(gpus, actor="explorer_rollout_model_0_0", timeout_s=10.0):
+def ask(gpus, actor="explorer_rollout_model_0_0", timeout_s=90):
     return EngineSession(mps_folder(RUN).summons_socket, EngineRequest(tuple(gpus), actor), timeout_s)
 
 
@@ -99,7 +99,7 @@ def test_without_a_supervisor_or_with_a_slow_one_the_engine_starts_alone(folder)
     release = threading.Event()
 
     def slow(request):
-        release.wait(5)
+        release.wait(90)
         return EngineAnswer(True, "too late")
 
     server = SummonsServer(folder.summons_socket, slow)
@@ -169,11 +169,11 @@ def test_fake_daemon_first_rollout_engine_summons_the_sidecar_and_others_do_not(
     results = []
     thread = threading.Thread(target=lambda: results.append(ask([OTHER.uuid]).answer))
     thread.start()
-    assert woken.wait(5)
+    assert woken.wait(90)
     assert made.is_placed
     assert GpuPlacement.load(mps_folder(RUN)).gpu_uuid == OTHER.uuid
     made.sidecar_is_ready()
-    thread.join(5)
+    thread.join(90)
     assert results[0].join
 
 

@@ -307,7 +307,7 @@ def test_a_failed_sidecar_is_told_with_its_reason(
         await aux.prepare()
         with contextlib.suppress(MpsTrainerError):
             await aux.process(experiences(1))
-        child.wait(20)
+        child.wait(90)
         run.supervisor.release()
         run.paths.remove()
         return await aux.process(experiences(2))

@@ -105,7 +105,7 @@ def test_after_up_a_killed_driver_leaves_the_sidecar_until_it_idles(trinity_run:
     with trinity_run.engine(config), trinity_run.start(derived) as running:
         wait_for_batches(config, 2, running)
         kill(running.process.pid)
-        running.process.wait(10)
+        running.process.wait(90)
         assert alive(pid), "a sidecar that `up` started outlives the driver"
         wait_for("the idle sidecar's end", lambda: not alive(pid) and not alive(parent), 30)
     assert Status.load(run_folder(config)).state is State.STOPPED
