@@ -32,7 +32,7 @@ data_processor:
           device: cpu   # no GPU on my laptop
           ring_slots: 2
           ring_slot: 1MiB
-          ready_timeout: 20s
+          ready_timeout: 120s
 """
 
 

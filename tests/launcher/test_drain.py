@@ -19,6 +19,7 @@ from mps_trainer.transport import OperatorChannel, RingSettings
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("long_backoff")
 def test_what_is_in_the_ring_is_taken_when_the_run_ends_between_two_lives(write_config: Callable[..., Path]) -> None:
     run = start_run(prepare(write_config()))
     settings = run.record.settings

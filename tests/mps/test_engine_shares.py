@@ -19,7 +19,7 @@ from mps_trainer.mps.summons import EngineRecord, EngineRequest
 OTHER_ENGINE = (
     "import json, sys\nfrom dataclasses import asdict\nfrom pathlib import Path\n"
     "from mps_trainer.mps.summons import EngineRequest, EngineSession\n"
-    "print(json.dumps(asdict(EngineSession(Path(sys.argv[1]), EngineRequest((sys.argv[2],), 'rollout'), 20.0).answer)))"
+    "print(json.dumps(asdict(EngineSession(Path(sys.argv[1]), EngineRequest((sys.argv[2],), 'rollout'), 90.0).answer)))"
 )
 PLAN = plan_for_any_engine(H200.total, 0, 8 * 2**30)
 
@@ -30,7 +30,7 @@ def other_engine():
 
 
 def test_fake_daemon_second_engine_waits_until_the_first_has_named_its_number(share):  # noqa: F811
-    made = share("cuda:0", answer_s=15.0)
+    made = share("cuda:0", answer_s=90.0)
     made.start()
     made.sidecar_is_ready()
     first = ask([H200.uuid])
