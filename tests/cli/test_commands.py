@@ -252,8 +252,9 @@ def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path
         assert watching.stdout is not None
         read_until(watching.stdout, " ready ")
         os.kill(run["status"]["pid"], signal.SIGKILL)
-        read_until(watching.stdout, " restarting ")
-        assert "restarts 1" in read_until(watching.stdout, " ready ")
+        # That it restarts may be over before the next line.
+        if " ready " not in read_until(watching.stdout, "restarts 1"):
+            read_until(watching.stdout, " ready ")
         second = mps_trainer("up", config)
         assert second.returncode == 2
         assert f"mps-trainer down {run['run_id']}" in second.stderr

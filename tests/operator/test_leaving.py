@@ -12,6 +12,8 @@ from test_aux_trainer import experiences, operator
 from mps_trainer.operator import aux_trainer, feeder
 from mps_trainer.transport import OperatorChannel, leftovers
 
+pytestmark = pytest.mark.usefixtures("no_sidecar")
+
 
 def end_as_the_supervisor_does(run: Any) -> None:
     run.paths.remove(keep_record=True)

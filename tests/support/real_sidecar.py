@@ -21,9 +21,11 @@ from mps_trainer.run import HeldLock, RunPaths, RunRecord, Status, new_run_id, r
 from mps_trainer.tasks import load_task, wire_columns
 from mps_trainer.transport import OperatorChannel, RingSettings, leftovers
 
-#: `python -m mps_trainer.sidecar` with more time for the drain, in which a slow machine must take every step too.
+#: `python -m mps_trainer.sidecar` with more time for the drain, in which a slow machine must take every step too, and
+#: for a mutex that a test's process is held up in.
 PATIENT = (
     "import sys; from mps_trainer.sidecar import draining; draining.DRAIN_S = 90.0; "
+    "from mps_trainer.transport import locks; locks.MUTEX_S = 30.0; "
     "from mps_trainer.sidecar.__main__ import main; sys.exit(main())"
 )
 SMALL_TASK = {"task_args": {"max_tokens": 64, "num_buckets": 64, "hidden_size": 32}}

@@ -6,17 +6,7 @@ import secrets
 import pytest
 
 from mps_trainer.transport import hub, leftovers, locks, semaphores
-from mps_trainer.transport.locks import MUTEX_S
 from mps_trainer.transport.sweep import reclaim_orphans, remove_run
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """A process that the machine holds up inside a mutex, also for a second, costs its peer no record.
-
-    Tests of one that is stopped there set the real limit again.
-    """
-    monkeypatch.setattr(locks, "MUTEX_S", 30.0)
 
 
 @pytest.fixture
@@ -33,7 +23,7 @@ def run_id():
 @pytest.fixture
 def brief_mutex(monkeypatch):
     """The mutex's real time limit, for tests of a process that is stopped inside it."""
-    monkeypatch.setattr(locks, "MUTEX_S", MUTEX_S)
+    monkeypatch.setattr(locks, "MUTEX_S", 0.05)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -83,6 +85,12 @@ def test_a_killed_reader_gives_its_record_back_to_its_successor(run_id):
 def test_a_dead_sidecar_is_looked_for_within_a_second():
     # The next two tests see that a wait looks; how long after that it ends is the machine's affair.
     assert replies._LOOK_S <= semaphores.SLICE_S <= 1.0
+
+
+def test_a_mutex_is_waited_for_a_moment_only():
+    code = "from mps_trainer.transport import locks; print(locks.MUTEX_S)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert float(done.stdout) <= 0.1
 
 
 def test_waiting_for_scores_ends_when_the_sidecar_dies(run_id):

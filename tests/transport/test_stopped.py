@@ -11,7 +11,7 @@ from scenarios import drain, send
 
 from mps_trainer.errors import TransportError
 from mps_trainer.transport import OperatorChannel, SidecarHub, leftovers, locks, names, semaphores
-from mps_trainer.transport.locks import MUTEX_S, LockFile
+from mps_trainer.transport.locks import LockFile
 from mps_trainer.transport.semaphores import Doorbell
 
 
@@ -63,7 +63,7 @@ def test_an_operator_stopped_inside_the_mutex_does_not_starve_others(run_id, mon
 
     child = Child(operator)
     assert child.line() == "sent"
-    monkeypatch.setattr(locks, "MUTEX_S", MUTEX_S)
+    monkeypatch.setattr(locks, "MUTEX_S", 0.05)
     with SidecarHub(run_id, COLUMNS) as hub:
         assert child.line() == "holds the mutex"
         os.kill(child.pid, signal.SIGSTOP)
