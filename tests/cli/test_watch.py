@@ -86,7 +86,7 @@ def test_speeds_are_of_the_last_half_minute(alive: HeldLock, tmp_path: Path) -> 
     status = write_run(tmp_path / "run")
     figures = Watch([Subject.of_folder(tmp_path / "run")]).look()[0][1]
     begin = 123_000 + 4 * 70
-    assert figures.steps_per_s == pytest.approx((status.version - begin) / 30, rel=0.1)
+    assert figures.steps_per_s == pytest.approx((status.version - begin) / 30, rel=0.3)
     alive.release()
 
 

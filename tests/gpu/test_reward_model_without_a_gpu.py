@@ -89,9 +89,9 @@ def test_it_trains_idles_and_says_what_it_saw(
 ) -> None:
     out = tmp_path / "found.json"
     words = (
-        "--kinds lora --shape tiny --max-tokens 64 --batch-size 8 --micro-batch 3 --rounds 2 --arm-s 1 --memory 1GiB"
+        "--kinds lora --shape tiny --max-tokens 64 --batch-size 8 --micro-batch 3 --rounds 2 --arm-s 2 --memory 1GiB"
     )
-    monkeypatch.setattr(sys, "argv", ["gpu_reward_model.py", *words.split(), "--budget-s", "200", "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["gpu_reward_model.py", *words.split(), "--budget-s", "280", "--out", str(out)])
     code = script.main()
     said = capsys.readouterr()
     found = json.loads(out.read_text())
