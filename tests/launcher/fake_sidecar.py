@@ -36,10 +36,10 @@ def main() -> int:
         os.write(options.ready_fd, (json.dumps(answer) + "\n").encode())
 
     asked = []
-    if options.behaviour == "slow":
+    if options.behaviour in ("slow", "very-slow"):
         # As the real one, which imports torch first: before that a SIGTERM just ends it.
         note(f"slow start {os.getpid()}")
-        time.sleep(1.5)
+        time.sleep(1.5 if options.behaviour == "slow" else 10)
     signal.signal(signal.SIGTERM, lambda *_: note("SIGTERM") or asked.append(True))
     lock = try_hold(paths.sidecar_lock, str(os.getpid()))
     assert lock is not None
@@ -57,10 +57,6 @@ def main() -> int:
         return exit_codes.OK
     if options.behaviour == "silent":
         time.sleep(300)
-    if options.behaviour == "never-ready":
-        while not asked and is_held(paths.supervisor_lock):
-            time.sleep(0.02)
-        return 128 + signal.SIGTERM
     if options.go_fd >= 0:
         Status(run_id=record.run_id, state=State.WAITING, pid=os.getpid(), restarts=restarts).save(run_dir)
         tell(state="waiting")

@@ -184,7 +184,7 @@ start_run(prepare(Path(sys.argv[1])), sidecar_command=sys.argv[2:], progress=lam
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_up_that_is_ended_before_ready_leaves_nothing(write_config: Write, fake: Fake, number: int) -> None:
     up = subprocess.Popen(
-        [sys.executable, "-c", _UP, str(write_config()), *fake("never-ready")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _UP, str(write_config()), *fake("very-slow")], stdout=subprocess.PIPE, text=True
     )
     assert up.stdout is not None
     wait_for(lambda: "waiting until it is ready" in up.stdout.readline(), "the sidecar")
