@@ -37,7 +37,7 @@ def test_a_private_ray_answers_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     with use_ray("private", "auto", lines.append, tmp_path) as ray:
         [folder] = ours.parent.glob(ours.name)
         status = subprocess.run(
-            [find_executable("ray"), "status"], env={**os.environ, **ray.environment}, capture_output=True, timeout=60
+            [find_executable("ray"), "status"], env={**os.environ, **ray.environment}, capture_output=True, timeout=120
         )
         assert status.returncode == 0
         assert ray_processes(str(folder))
