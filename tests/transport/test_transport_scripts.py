@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
         (["kill_transport.py", "pairs", "--stride", "60", "--partners", "1", "--order", "locks"], "inside the writer"),
         (["kill_transport.py", "pressure", "--trials", "2"], "block: 2 trials"),
         (["soak_transport.py", "--minutes", "0.33", "--kill-every", "0.6"], "flat"),
-        (["bench_transport.py", "--quick", "--only", "ring", "--pin", "auto", "--budget-s", "100"], "idle reader"),
+        (["bench_transport.py", "--quick", "--only", "ring", "--pin", "auto", "--budget-s", "60"], "idle reader"),
     ],
 )
 def test_a_short_run_finds_nothing(arguments, says, tmp_path):
