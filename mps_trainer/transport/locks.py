@@ -44,6 +44,8 @@ _GETLK, _SETLK = fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK
 TOTAL_STORE_ORDER = platform.machine() == "x86_64"
 #: Tries before the first pause: a section under the mutex lasts about two of them.
 _TRIES = 20
+#: How long to wait for a mutex whose holder keeps it.
+MUTEX_S = 0.05
 
 
 def _request(kind: int, offset: int) -> bytes:
@@ -122,12 +124,12 @@ class ByteMutex:
     Sections under it take microseconds, but a holder may be preempted, or stopped by a debugger: waiting has a limit.
     """
 
-    def __init__(self, file: LockFile, offset: int, timeout_s: float = 0.05) -> None:
+    def __init__(self, file: LockFile, offset: int) -> None:
         self._file = file
         self._lock = _request(fcntl.F_WRLCK, offset)
         self._unlock = _request(fcntl.F_UNLCK, offset)
         self._thread = threading.Lock()
-        self._timeout_s = timeout_s
+        self._timeout_s = MUTEX_S
         self.timeouts = 0
 
     def acquire(self) -> bool:

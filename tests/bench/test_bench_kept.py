@@ -194,7 +194,7 @@ def test_a_feed_that_has_ended_says_so_when_it_is_resumed() -> None:
     feed = Feed(iter([{}, {}, {}]), send, send)
     feed.start()
     feed.resume()
-    assert gone.wait(10)
+    assert gone.wait(90)
     feed.pause(10.0)
     assert "the sidecar has ended" in feed.error
     with pytest.raises(RunError, match="the sidecar has ended"):

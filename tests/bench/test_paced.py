@@ -20,7 +20,7 @@ def test_a_feed_waits_until_steps_are_taken(tmp_path):
     late.join(0.05)
     assert late.is_alive()
     taken[0] += 16
-    late.join(10)
+    late.join(90)
     assert not late.is_alive()
     with pytest.raises(RunError, match="has ended"):
         feed.wait(lambda: False)

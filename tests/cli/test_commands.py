@@ -63,7 +63,7 @@ print(f"\\n{code} {heavy} {peak}")
 def test_the_command_line_is_lean(arguments: list[str], config: Path, environment: dict[str, str]) -> None:
     arguments = [str(config) if item == "CONFIG" else item for item in arguments]
     command = [sys.executable, "-c", _LOADED, *arguments]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=config.parent)
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=config.parent)
     code, heavy, peak_kib = answer.stdout.splitlines()[-1].split(" ")
     assert (code, heavy) == ("0", "[]"), answer.stdout + answer.stderr
     assert int(peak_kib) < 120 * 1024
@@ -169,7 +169,7 @@ with open(sys.argv[1], "w") as file:
 def test_a_command_with_closed_descriptors_opens_them(environment: dict[str, str], tmp_path: Path) -> None:
     found = tmp_path / "found"
     command = [sys.executable, "-c", _DESCRIPTORS, str(found)]
-    subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command], env=environment, timeout=60, check=True)
+    subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command], env=environment, timeout=120, check=True)
     assert found.read_text() == f"0 True {['/dev/null'] * 3}"
 
 
@@ -243,7 +243,7 @@ def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path
             f"trinity run --config {os.path.relpath(config.with_name('trinity.mps.yaml'))}" in started.stdout
             or str(config.with_name("trinity.mps.yaml")) in started.stdout
         )
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
             assert b'mps_trainer_sidecar_state{run_id="' in answer.read()
         [run] = json.loads(mps_trainer("status", "--json").stdout)
         assert (run["status"]["state"], run["device"], run["mps"]) == ("ready", "cpu", "off")
@@ -252,8 +252,9 @@ def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path
         assert watching.stdout is not None
         read_until(watching.stdout, " ready ")
         os.kill(run["status"]["pid"], signal.SIGKILL)
-        read_until(watching.stdout, " restarting ")
-        assert "restarts 1" in read_until(watching.stdout, " ready ")
+        # That it restarts may be over before the next line.
+        if " ready " not in read_until(watching.stdout, "restarts 1"):
+            read_until(watching.stdout, " ready ")
         second = mps_trainer("up", config)
         assert second.returncode == 2
         assert f"mps-trainer down {run['run_id']}" in second.stderr
@@ -261,7 +262,7 @@ def test_up_status_down_with_the_real_sidecar(mps_trainer: Command, config: Path
         stopped = subprocess.run(
             [ROOT / "scripts" / "stop_mps.sh", config], env=door, capture_output=True, text=True, timeout=120
         )
-    assert f"run {run['run_id']} has ended: stopped" in watching.communicate(timeout=30)[0]
+    assert f"run {run['run_id']} has ended: stopped" in watching.communicate(timeout=90)[0]
     assert watching.returncode == 0
     stack.close()
     assert stopped.returncode == 0, stopped.stderr
@@ -280,7 +281,7 @@ def test_the_doors_say_what_is_missing(tmp_path: Path) -> None:
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
     )
     assert answer.returncode == 1
     assert "What to do" in answer.stderr

@@ -62,7 +62,7 @@ def test_up_with_the_real_sidecar_is_lean(
 ) -> None:
     process = measured("up", config)
     try:
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=200)
         [run] = json.loads(mps_trainer("status", "--json").stdout)
     finally:
         mps_trainer("down")
@@ -77,7 +77,7 @@ def test_up_with_the_real_sidecar_is_lean(
 def test_run_with_the_real_sidecar_and_a_fake_trinity_is_lean(
     measured: Callable[..., subprocess.Popen[str]], config: Path
 ) -> None:
-    output, errors = measured("run", config, "--", "talks").communicate(timeout=100)
+    output, errors = measured("run", config, "--", "talks").communicate(timeout=200)
     code, peak_kib = code_and_peak_kib(errors)
     assert code == 3, output + errors
     assert "saw no experience" in errors, "the stand-in fed nothing, and whoever runs it is told"
@@ -94,7 +94,7 @@ def test_run_with_a_fake_trinity_tells_the_truth_when_nobody_reads_its_output(
     assert process.stdout is not None
     process.stdout.close()
     errors = process.stderr.read() if process.stderr else ""
-    assert process.wait(100) == expected, errors
+    assert process.wait(200) == expected, errors
     console = tmp_path / "ckpt" / "lab" / "run.mps-trainer" / "latest" / "trinity.log"
     assert console.read_text().count("x" * 9_999) == (100 if behaviour == "talks" else 0)
 
@@ -108,7 +108,7 @@ def test_a_command_whose_output_nobody_reads_succeeds(environment: dict[str, str
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     os.close(writing)
     assert (answer.returncode, answer.stderr) == (0, "")

@@ -86,7 +86,7 @@ def test_speeds_are_of_the_last_half_minute(alive: HeldLock, tmp_path: Path) -> 
     status = write_run(tmp_path / "run")
     figures = Watch([Subject.of_folder(tmp_path / "run")]).look()[0][1]
     begin = 123_000 + 4 * 70
-    assert figures.steps_per_s == pytest.approx((status.version - begin) / 30, rel=0.1)
+    assert figures.steps_per_s == pytest.approx((status.version - begin) / 30, rel=0.3)
     alive.release()
 
 
@@ -148,7 +148,7 @@ def test_a_reader_that_is_gone_ends_the_watching(alive: HeldLock, environment: d
         assert child.stdout is not None
         assert RUN_ID.encode() in child.stdout.readline()
         child.stdout.close()
-        assert child.wait(30) == 0
+        assert child.wait(90) == 0
     alive.release()
 
 
@@ -166,12 +166,12 @@ def test_ctrl_c_on_a_terminal_ends_the_watching_and_not_the_run(
         assert "in 123.4 ms" in shown
         child.send_signal(signal.SIGINT)
         assert "stopped watching; the run goes on" in read_until(ours, "goes on\r\n")
-        assert child.wait(30) == 0
+        assert child.wait(90) == 0
     os.close(ours)
     alive.release()
 
 
-def read_until(descriptor: int, text: str, limit_s: float = 30.0) -> str:
+def read_until(descriptor: int, text: str, limit_s: float = 90) -> str:
     found, deadline = "", time.monotonic() + limit_s
     while text not in found:
         assert select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], found

@@ -133,7 +133,7 @@ def record(tmp_path: Path, environment: dict[str, str]) -> Command:
 
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", _RECORD, str(trinity), "record", *map(str, arguments)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
 
     return call
 

@@ -18,7 +18,7 @@ def source(folder: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": "/somewhere"}
     script = f"source {ROOT}/examples/cpu_rollout/env.sh {folder} && {PRINT}"
     return subprocess.run(
-        ["bash", "-c", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", script], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
 
 

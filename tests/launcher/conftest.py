@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from launcher_helpers import CONFIG, FAKE_SIDECAR
 
+from mps_trainer.launcher import up
 from mps_trainer.launcher.runs import end_runs, list_runs
 from mps_trainer.run import STATE_DIR_VARIABLE
 
@@ -22,7 +23,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         folder = Path(name) / "s"
         monkeypatch.setenv(STATE_DIR_VARIABLE, str(folder))
         yield folder
-        end_runs(list_runs(), timeout_s=20)
+        end_runs(list_runs(), timeout_s=90)
         left = sorted(path.name for path in (folder / "runs").glob("*"))
         assert not left, f"left in the state folder: {left}"
 
@@ -41,6 +42,16 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def long_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervisors that wait half a minute before a restart, so that a test cannot miss it."""
+    code = (
+        "import sys; from mps_trainer.launcher import restarts, supervisor; restarts._FIRST_BACKOFF_S = 30.0; "
+        "sys.exit(supervisor.main())"
+    )
+    monkeypatch.setattr(up, "SUPERVISOR_COMMAND", (sys.executable, "-c", code))
 
 
 @pytest.fixture

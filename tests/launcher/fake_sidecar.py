@@ -36,10 +36,10 @@ def main() -> int:
         os.write(options.ready_fd, (json.dumps(answer) + "\n").encode())
 
     asked = []
-    if options.behaviour == "slow":
+    if options.behaviour in ("slow", "very-slow"):
         # As the real one, which imports torch first: before that a SIGTERM just ends it.
         note(f"slow start {os.getpid()}")
-        time.sleep(1.5)
+        time.sleep(1.5 if options.behaviour == "slow" else 10)
     signal.signal(signal.SIGTERM, lambda *_: note("SIGTERM") or asked.append(True))
     lock = try_hold(paths.sidecar_lock, str(os.getpid()))
     assert lock is not None
@@ -56,7 +56,7 @@ def main() -> int:
     if options.behaviour == "exit-0-at-start":
         return exit_codes.OK
     if options.behaviour == "silent":
-        time.sleep(60)
+        time.sleep(300)
     if options.go_fd >= 0:
         Status(run_id=record.run_id, state=State.WAITING, pid=os.getpid(), restarts=restarts).save(run_dir)
         tell(state="waiting")
@@ -73,7 +73,7 @@ def main() -> int:
         if options.behaviour == "task-error-when-placed":
             tell(state="failed", error="the model does not fit", todo="make it smaller")
             return exit_codes.TASK_FAILED
-    Status(run_id=record.run_id, state=State.READY, pid=os.getpid()).save(run_dir)
+    Status(run_id=record.run_id, state=State.READY, pid=os.getpid(), restarts=restarts).save(run_dir)
     tell(state="ready")
     if options.behaviour == "task-error-later":
         Status(run_id=record.run_id, state=State.FAILED, error="the loss is nan in step 7").save(run_dir)
@@ -85,7 +85,7 @@ def main() -> int:
     if options.behaviour == "idle":
         Status(run_id=record.run_id, state=State.STOPPED, experiences=32).save(run_dir)
         return exit_codes.OK
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while time.monotonic() < end:
         if not is_held(paths.supervisor_lock):
             note("supervisor gone")
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def wait_for_go(descriptor: int, asked: list[bool]) -> bool:
-    for _ in range(3000):
+    for _ in range(15_000):
         if select.select([descriptor], [], [], 0.02)[0]:
             return os.read(descriptor, 1) != b""
         if asked:

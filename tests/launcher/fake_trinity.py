@@ -35,9 +35,12 @@ def main() -> int:
         (job / "log" / "explorer.log").write_text(text)
         reached = 1
     if behaviour == "hangs":
-        time.sleep(60)
+        time.sleep(300)
     if behaviour == "takes-a-while":
-        time.sleep(4)
+        # Until the test says so.
+        end = time.monotonic() + 120
+        while not (job / "finish").exists() and time.monotonic() < end:
+            time.sleep(0.02)
     (job / "explorer_meta.json").write_text(json.dumps({"latest_iteration": reached}))
     return 1 if behaviour == "fails-with-1" else 0
 

@@ -32,7 +32,7 @@ data_processor:
           device: cpu   # no GPU on my laptop
           ring_slots: 2
           ring_slot: 1MiB
-          ready_timeout: 20s
+          ready_timeout: 120s
 """
 
 
@@ -55,7 +55,7 @@ def weights_content(run_id: str) -> bytes:
     return bytes(content)
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 15.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 90) -> None:
     """Poll until `condition` holds; fails with `what` after the limit."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -95,7 +95,7 @@ def test_a_lock_that_was_removed_ends_the_run_in_order_with_the_reason(
         run.paths.supervisor_lock.unlink()
     else:
         shutil.rmtree(state)
-    assert run.supervisor.wait(20) == 0
+    assert run.supervisor.wait(90) == 0
     status = run.status()
     assert status.state is State.STOPPED
     assert "was removed while the run lived" in status.error

@@ -193,7 +193,7 @@ def test_a_read_only_folder_is_named(write_config: Write, open_folder: Path) -> 
     if os.geteuid() != 0:
         open_folder.chmod(0o555)
     answer = subprocess.run(
-        [sys.executable, "-c", _AS_NOBODY, str(path)], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", _AS_NOBODY, str(path)], capture_output=True, text=True, timeout=120, check=True
     )
     assert f"cannot write {open_folder / 'run.mps.yaml'}: Permission denied" in answer.stdout
     assert "make that folder writable" in answer.stdout

@@ -19,12 +19,13 @@ from mps_trainer.transport import OperatorChannel, RingSettings
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("long_backoff")
 def test_what_is_in_the_ring_is_taken_when_the_run_ends_between_two_lives(write_config: Callable[..., Path]) -> None:
     run = start_run(prepare(write_config()))
     settings = run.record.settings
     columns = wire_columns(load_task(settings["task"], settings["task_args"]))
     rows, ring = token_rows(np.random.default_rng(0), 64), RingSettings(num_slots=4, slot_bytes=2**18)
-    channel = OperatorChannel.create(run.record.run_id, columns, ring, backpressure="block", block_timeout_s=20)
+    channel = OperatorChannel.create(run.record.run_id, columns, ring, backpressure="block", block_timeout_s=90)
     try:
         channel.send({name: values[:32] for name, values in rows.items()}, request_id=1, want_scores=False)
         wait_for(lambda: run.status().experiences == 32, "the first batch")

@@ -33,7 +33,7 @@ def poisoned(write_config: Write, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     def start(task: str, where: str, **settings: Any) -> RunHandle:
         given = {"task": f"poison_tasks:{task}", "task_args": {"where": where}, "min_experiences": 1, **settings}
         lines = "".join(f"\n          {key}: {json.dumps(value)}" for key, value in given.items())
-        return start_run(prepare(write_config(("ready_timeout: 20s", f"ready_timeout: 60s{lines}"))))
+        return start_run(prepare(write_config(("ready_timeout: 120s", f"ready_timeout: 120s{lines}"))))
 
     return start
 
@@ -42,7 +42,7 @@ def open_channel(run: RunHandle) -> OperatorChannel:
     settings = run.record.settings
     columns = wire_columns(load_task(settings["task"], settings["task_args"]))
     ring = RingSettings(num_slots=8, slot_bytes=2**14)
-    return OperatorChannel.create(run.record.run_id, columns, ring, backpressure="block", block_timeout_s=20)
+    return OperatorChannel.create(run.record.run_id, columns, ring, backpressure="block", block_timeout_s=90)
 
 
 def kept(run: RunHandle) -> list[dict[str, Any]]:
@@ -64,19 +64,20 @@ def kept(run: RunHandle) -> list[dict[str, Any]]:
 def test_the_batch_is_set_aside_and_named_and_later_ones_are_trained_on(
     poisoned: Callable[..., RunHandle], task: str, where: str, cause: str
 ) -> None:
-    run = poisoned(task, where, hang_timeout="4s", steps_per_batch=2, batch_size=8)
+    hang_timeout = "6s" if task.startswith("Hangs") else "60s"
+    run = poisoned(task, where, hang_timeout=hang_timeout, steps_per_batch=2, batch_size=8)
     deaths = 2 if task == "KilledFromOutside" else 1
     with open_channel(run) as channel:
         channel.send(rows(["good1", "good2"]), request_id=1, want_scores=True)
-        assert channel.receive_scores(1, timeout_s=20) is not None
+        assert channel.receive_scores(1, timeout_s=90) is not None
         channel.send(rows(["bad", "beside"], marked="bad"), request_id=2, want_scores=True)
         begin = time.monotonic()
         wait_for(lambda: run.status().restarts == deaths and run.status().set_aside, "the batch set aside", 90)
         seconds = time.monotonic() - begin
         channel.send(rows(["good3", "good4"]), request_id=3, want_scores=True)
-        scores = channel.receive_scores(3, timeout_s=30)
+        scores = channel.receive_scores(3, timeout_s=90)
         assert scores is not None
-        wait_for(lambda: run.status().batches >= 2 and not run.status().error, "the later batch", 30)
+        wait_for(lambda: run.status().batches >= 2 and not run.status().error, "the later batch")
         status = run.status()
     assert status.state is State.READY
     assert "bad" in status.last_death
@@ -100,15 +101,15 @@ def test_the_batch_is_set_aside_and_named_and_later_ones_are_trained_on(
 
 
 def test_one_that_is_only_slow_drains_and_nothing_is_set_aside(poisoned: Callable[..., RunHandle]) -> None:
-    run = poisoned("Slow", "score", hang_timeout="4s", steps_per_batch=1, batch_size=8, probation="off")
+    run = poisoned("Slow", "score", hang_timeout="6s", steps_per_batch=1, batch_size=8, probation="off")
     with open_channel(run) as channel:
         channel.send(rows(["slow", "beside"], marked="slow"), request_id=1, want_scores=True)
         for number in range(2, 7):
             channel.send(rows([f"good{number}", f"fine{number}"]), request_id=number, want_scores=True)
         wait_for(lambda: run.status().restarts == 1, "the restart", 90)
-        wait_for(lambda: run.status().batches == 6, "all six batches", 60)
+        wait_for(lambda: run.status().batches == 6, "all six batches")
         status = run.status()
-    assert "it hung for 4 s" in status.last_death
+    assert "it hung for 6 s" in status.last_death
     assert "(experiences slow, beside), and went on" in status.last_death
     assert "too slow for hang_timeout, nothing set aside" in status.last_death
     assert (status.set_aside, kept(run), (run.run_dir / "verdicts.json").exists()) == (0, [], False)
@@ -122,8 +123,8 @@ def test_many_kinds_of_poison_do_not_come_back_after_a_checkpoint(poisoned: Call
         for number in range(4):
             eids = [f"{number}-{i}" for i in range(4)]
             channel.send(rows(eids, marked=eids[0] if number in (1, 2) else ""), request_id=number, want_scores=False)
-        wait_for(lambda: run.status().batches == 4 and run.status().restarts >= 1, "all batches", 120)
-        wait_for(lambda: run.status().state is State.READY, "READY", 60)
+        wait_for(lambda: run.status().batches == 4 and run.status().restarts >= 1, "all batches", 150)
+        wait_for(lambda: run.status().state is State.READY, "READY")
     assert run.stop() is Ended.BY_ITSELF
     status = run.status()
     assert (status.state, status.experiences) == (State.STOPPED, 16)

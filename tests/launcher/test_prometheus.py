@@ -36,7 +36,7 @@ def make_record(run_dir: Path, port: int | None) -> RunRecord:
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
     found = [SAMPLE.match(line) for line in text.splitlines() if not line.startswith("#")]
     assert all(found), text

@@ -37,7 +37,7 @@ def test_a_private_ray_answers_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     with use_ray("private", "auto", lines.append, tmp_path) as ray:
         [folder] = ours.parent.glob(ours.name)
         status = subprocess.run(
-            [find_executable("ray"), "status"], env={**os.environ, **ray.environment}, capture_output=True, timeout=60
+            [find_executable("ray"), "status"], env={**os.environ, **ray.environment}, capture_output=True, timeout=120
         )
         assert status.returncode == 0
         assert ray_processes(str(folder))
@@ -45,7 +45,7 @@ def test_a_private_ray_answers_and_leaves_nothing(tmp_path: Path, monkeypatch: p
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert (folder / "ray" / "session_latest").exists()
         strangers = {**os.environ, **ray.environment, "RAY_AUTH_TOKEN": "0" * 64}
-        refused = subprocess.run([find_executable("ray"), "status"], env=strangers, capture_output=True, timeout=60)
+        refused = subprocess.run([find_executable("ray"), "status"], env=strangers, capture_output=True, timeout=120)
         assert refused.returncode != 0, "somebody without the token got in"
     assert not ray_processes(str(folder))
     assert not folder.exists()

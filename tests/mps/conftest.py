@@ -48,7 +48,7 @@ def planned(state, tmp_path, monkeypatch):
         machine = Machine(64 * GIB, 64 * GIB, 64 * GIB, 64 * GIB, GpuReading(gpus, "580.159.04"))
         path = tmp_path / f"{name}.yaml"
         more = f", {more}" if more else ""
-        args = f'{{device: "{device}", mps: {mps}, join: {join}, ready_timeout: 20s, max_restarts: 2{more}}}'
+        args = f'{{device: "{device}", mps: {mps}, join: {join}, ready_timeout: 120s, max_restarts: 2{more}}}'
         path.write_text(CONFIG.format(root=tmp_path / "ckpt", args=args, name=name))
         return prepare(path, machine)
 
@@ -65,7 +65,7 @@ def start(planned):
         return start_run(planned(device, num_gpus, **options), sidecar_command=command)
 
     yield begin
-    end_runs(list_runs(), timeout_s=20)
+    end_runs(list_runs(), timeout_s=90)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def recorded(name: str) -> str:
     return (HERE / "recorded" / name).read_text()
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = 90) -> None:
     """Poll until `condition` holds; fails after the limit."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -76,10 +76,16 @@ def start_engine(wished=0.9, **env):
     path = os.pathsep.join([str(HERE / "fake_vllm"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", ENGINE, str(wished)],
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "GPU-a", "MPS_TRAINER_JOIN_TIMEOUT": "5", **env},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "CUDA_VISIBLE_DEVICES": "GPU-a",
+            "MPS_TRAINER_JOIN_TIMEOUT": "90",
+            **env,
+        },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

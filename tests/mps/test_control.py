@@ -72,7 +72,7 @@ def test_fake_daemon_that_does_not_answer_is_an_error_within_the_limit(fake_daem
     before = time.monotonic()
     with pytest.raises(PlacementError, match="did not answer 'ps'"):
         fake_daemon.ask("ps", timeout_s=0.6)
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 60
 
 
 def test_fake_daemon_is_asked_one_question_at_a_time(fake_daemon):
@@ -83,7 +83,7 @@ def test_fake_daemon_is_asked_one_question_at_a_time(fake_daemon):
 
     def ask():
         try:
-            fake_daemon.ask("get_server_list", timeout_s=20)
+            fake_daemon.ask("get_server_list", timeout_s=90)
         except PlacementError as error:
             errors.append(error)
 

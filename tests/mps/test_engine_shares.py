@@ -19,18 +19,18 @@ from mps_trainer.mps.summons import EngineRecord, EngineRequest
 OTHER_ENGINE = (
     "import json, sys\nfrom dataclasses import asdict\nfrom pathlib import Path\n"
     "from mps_trainer.mps.summons import EngineRequest, EngineSession\n"
-    "print(json.dumps(asdict(EngineSession(Path(sys.argv[1]), EngineRequest((sys.argv[2],), 'rollout'), 20.0).answer)))"
+    "print(json.dumps(asdict(EngineSession(Path(sys.argv[1]), EngineRequest((sys.argv[2],), 'rollout'), 90.0).answer)))"
 )
 PLAN = plan_for_any_engine(H200.total, 0, 8 * 2**30)
 
 
 def other_engine():
     command = [sys.executable, "-c", OTHER_ENGINE, mps_folder("abcd1234").summons_socket, H200.uuid]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 def test_fake_daemon_second_engine_waits_until_the_first_has_named_its_number(share):  # noqa: F811
-    made = share("cuda:0", answer_s=15.0)
+    made = share("cuda:0", answer_s=90.0)
     made.start()
     made.sidecar_is_ready()
     first = ask([H200.uuid])
@@ -41,7 +41,7 @@ def test_fake_daemon_second_engine_waits_until_the_first_has_named_its_number(sh
     second.join(0.5)
     assert heard == []
     first.tell("config", wished=0.4, utilization=0.4)
-    second.join(15)
+    second.join(90)
     assert '"join": true' in heard[0]
     told = float(heard[0].partition('"utilization": ')[2].partition(",")[0].strip("} \n"))
     assert told <= first.answer.utilization - 0.4 - ENGINE_EXTRA / H200.total

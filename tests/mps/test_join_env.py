@@ -78,7 +78,7 @@ def test_recorded_verl_worker_on_the_gpu_ends_a_run_that_insists_and_names_it(st
     run = start("cuda:0", 1, mps="on")
     verl = process(VERL)
     on_gpu([run.sidecar_pid, verl.pid], [run.sidecar_pid])
-    run.supervisor.wait(20)
+    run.supervisor.wait(90)
     status = run.status()
     assert status.state.value == "failed"
     assert f"process {verl.pid} ({VERL} 60)" in status.error

@@ -55,7 +55,7 @@ def test_every_way_out_synchronises(how, number, status, after):
         child.send_signal(number)
     with child.stdout:
         said = child.stdout.read()
-    child.wait(30)
+    child.wait(90)
     assert "synchronised" in said
     assert ("after" in said) is after
     assert child.returncode == status

@@ -101,7 +101,7 @@ def test_fake_engine_of_a_paced_run_says_once_an_iteration_how_busy_it_is(run):
     logger.record(None, iteration)
     load = seen(record)
     assert (load.running, load.waiting, load.iterations, load.tokens, load.prefill) == (3, 3, 2, 3, 100)
-    assert abs(time.monotonic() - load.at) < 5
+    assert abs(time.monotonic() - load.at) < 60
 
 
 @pytest.mark.parametrize("settings", [{"mps": "off"}, {"pace": "off"}, {"pace": False}])

@@ -56,7 +56,7 @@ def test_the_drill_with_a_fake_stranger_on_a_recorded_gpu_finds_what_it_wants(st
         "FAKE_MPS_ANSWERS": str(state / "answers.json"),
     }
     command = [sys.executable, "-c", REHEARSAL, state, HERE / "sidecar_on_cpu.py", state / "stranger.py"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     # Not what is left on the GPU: the fake stranger has said of the last sidecar that it is there.
     found = json.loads((state / "out.json").read_text())
     assert found["mps: auto"]["right"], done.stdout + done.stderr
@@ -67,6 +67,6 @@ def test_the_drill_says_what_it_needs():
     path = os.pathsep.join(map(str, [HERE / "fake_nvml", HERE.parents[1], *sys.path]))
     env = {**os.environ, "PYTHONPATH": path, "FAKE_NVML_GPUS": "0"}
     command = [sys.executable, SCRIPTS / "gpu_stranger.py"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 2
     assert "needs a GPU, found none" in done.stdout

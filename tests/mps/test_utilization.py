@@ -35,13 +35,14 @@ def test_utilization_with_a_mocked_driver_is_read_back_and_not_sampled_at_every_
         pynvml, "nvmlDeviceGetUtilizationRates", lambda gpu: asked.append(gpu) or SimpleNamespace(gpu=97)
     )
     assert read_utilization(folder) is None
+    monkeypatch.setattr("mps_trainer.mps.utilization._EVERY_S", 600.0)
     sampler = Utilization(folder)
     sampler.sample("GPU-a")
     sampler.sample("GPU-a")
     assert asked == ["GPU-a"]
     at, percent = read_utilization(folder)
     assert percent == 97
-    assert abs(time.monotonic() - at) < 5
+    assert abs(time.monotonic() - at) < 60
 
 
 def test_a_mocked_driver_that_does_not_tell_is_asked_ever_less_often_and_believed_again(folder, monkeypatch, caplog):

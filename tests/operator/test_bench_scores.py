@@ -13,7 +13,7 @@ def test_it_measures_both_ways_of_scoring(tmp_path):
         [sys.executable, ROOT / "scripts/bench_scores.py", *short, "--out", tmp_path / "scores.md"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,8 @@ from test_aux_trainer import experiences, operator
 from mps_trainer.operator import aux_trainer, feeder
 from mps_trainer.transport import OperatorChannel, leftovers
 
+pytestmark = pytest.mark.usefixtures("no_sidecar")
+
 
 def end_as_the_supervisor_does(run: Any) -> None:
     run.paths.remove(keep_record=True)
@@ -28,7 +30,7 @@ def test_an_idle_operator_gives_back_the_memory_of_an_ended_run(make_run: Any, m
         await asyncio.sleep(0.2)
         assert len(leftovers(run.run_id)) == 4, "a live run was left"
         end_as_the_supervisor_does(run)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 90
         while leftovers(run.run_id):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)

@@ -14,7 +14,7 @@ def loaded_after(code: str) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     return {line.partition(".")[0] for line in out.stderr.splitlines()}
 

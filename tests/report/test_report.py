@@ -183,6 +183,6 @@ def test_summarize_imports_nothing_heavy(run_dir: Path) -> None:
         "print([m for m in ('torch', 'matplotlib', 'pyarrow', 'ray') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "[]"

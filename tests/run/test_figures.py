@@ -90,8 +90,8 @@ def test_rates_are_of_the_last_half_minute_and_fall_to_nothing(tmp_path: Path) -
     append(tmp_path / "metrics.jsonl", *(batch(now - 60 + i, 4 * (i + 1)) for i in range(60)))
     Status(run_id="12345678", state=State.READY, version=240, experiences=64 * 240).save(tmp_path)
     figures = Watcher(tmp_path).look()
-    assert figures.steps_per_s == pytest.approx(4, rel=0.1)
-    assert figures.experiences_per_s == pytest.approx(256, rel=0.1)
+    assert figures.steps_per_s == pytest.approx(4, rel=0.3)
+    assert figures.experiences_per_s == pytest.approx(256, rel=0.3)
     assert (len(figures.losses), len(figures.aucs)) == (60, 60)
     # The same without a word for a minute: nothing has been learned since.
     (tmp_path / "metrics.jsonl").write_text("")

@@ -67,7 +67,7 @@ def test_what_another_user_closed_is_named(tmp_path: Path) -> None:
         env={**os.environ, STATE_DIR_VARIABLE: str(closed / "state")},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     assert answer.returncode == 0, answer.stderr
     assert f"cannot read the run file {run_file}: Permission denied" in answer.stdout

@@ -1,6 +1,6 @@
 """The real sidecar with one thing changed: `changed.py CHANGE VALUE --run-file ... --ready-fd N`.
 
-drain SECONDS       a shorter time limit for the drain
+drain SECONDS       a shorter time limit for the drain, which else has long enough for a slow machine
 full-disk N         the journal's N-th append finds no room on the disk
 mocked-driver S     copies as on a GPU, by a driver that answers every registration with status S; a release before the
                     copies are waited for ends the process
@@ -47,6 +47,7 @@ def copied_first(free: Callable[..., Any], cuda: MockedCuda) -> Callable[..., An
 if __name__ == "__main__":
     change, value = sys.argv[1:3]
     sys.argv[1:3] = []
+    draining.DRAIN_S = 90.0
     if change == "drain":
         draining.DRAIN_S = float(value)
     elif change == "mocked-driver":

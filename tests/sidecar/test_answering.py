@@ -102,7 +102,7 @@ def test_the_weights_of_a_checkpoint_are_as_old_as_they_are(tmp_path: Path) -> N
     first.save()
     second = build(tmp_path).learner.trainer
     assert second.step == 1
-    assert abs(second.trained_ns - trainer.trained_ns) < 10e9
+    assert abs(second.trained_ns - trainer.trained_ns) < 40e9
     [path] = tmp_path.glob("checkpoints/step-1/state.json")
     state = json.loads(path.read_text())
     path.write_text(json.dumps({**state, "trained": time.time() + 1000}))

@@ -28,13 +28,13 @@ def test_the_successor_falls_back_and_loses_no_acknowledged_experience(make_run:
             assert channel.send(rows, request_id=request, want_scores=False).rows_sent == 60
         wait_until(lambda: run.status().batches == NUM_BATCHES)
         child.kill()
-        assert child.wait(10) == -signal.SIGKILL
+        assert child.wait(90) == -signal.SIGKILL
         assert {path.name for path in folder.glob("step-*")} == {"step-8", "step-12"}
         os.truncate(folder / "step-12" / "model.safetensors", 100)
         successor, _ = run.start()
         assert run.status().resumed_from == 8
         successor.send_signal(signal.SIGTERM)
-        assert successor.wait(20) == OK
+        assert successor.wait(90) == OK
     assert_same_weights(newest_weights(run.run_dir), train_plainly(run.settings, batches))
     status = run.status()
     assert (status.version, status.batches, status.experiences) == (14, NUM_BATCHES, 60 * NUM_BATCHES)

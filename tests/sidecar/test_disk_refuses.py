@@ -45,7 +45,7 @@ def test_training_goes_on_without_metrics_status_and_checkpoints(make_run: Any) 
         (run.run_dir / "checkpoints").unlink()
         wait_until(lambda: (found := Status.peek(run.run_dir)) is not None and found.batches == 6)
     child.send_signal(signal.SIGTERM)
-    assert child.wait(20) == OK
+    assert child.wait(90) == OK
     found = run.status()
     assert (found.state, found.version, found.experiences) == (State.STOPPED, 12, 300)
     assert "checkpoint" not in found.trouble
@@ -67,7 +67,7 @@ def test_a_journal_that_refuses_a_record_blames_no_experience(make_run: Any) -> 
         resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (limit, limit))
         for request in range(4):
             send(channel, request)
-        assert child.wait(20) == CRASHED
+        assert child.wait(90) == CRASHED
         assert Autopsy(run.run_dir).judge(CRASHED).startswith("; it was writing its journal")
         assert channel.backlog() >= 1
     assert not (run.run_dir / "verdicts.json").exists()

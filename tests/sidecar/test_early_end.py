@@ -24,7 +24,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     return tmp_path / "mark"
 
 
-def wait_for(condition: Callable[[], bool], limit_s: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], limit_s: float = 90) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
@@ -37,8 +37,8 @@ def end_while_it_hangs(run: Run, mark: Path, number: int) -> int:
     starting.start()
     wait_for(lambda: bool(run.children) and mark.exists())
     run.children[0].send_signal(number)
-    code = run.children[0].wait(20)
-    starting.join(20)
+    code = run.children[0].wait(90)
+    starting.join(90)
     return code
 
 
@@ -68,7 +68,7 @@ def test_a_forked_helper_neither_holds_the_lock_nor_ignores_signals(make_run: An
     first, ready = run.start()
     assert ready == {"state": "ready"}
     first.kill()
-    first.wait(10)
+    first.wait(90)
     helper = int(mark.read_text())
     try:
         assert Path(f"/proc/{helper}").exists()
@@ -76,7 +76,7 @@ def test_a_forked_helper_neither_holds_the_lock_nor_ignores_signals(make_run: An
         successor, ready = run.start()
         assert ready == {"state": "ready"}
         successor.send_signal(signal.SIGTERM)
-        assert successor.wait(20) == OK
+        assert successor.wait(90) == OK
     finally:
         for pid in map(int, mark.read_text().split()):
             os.kill(pid, signal.SIGTERM)

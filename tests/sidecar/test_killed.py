@@ -52,7 +52,7 @@ def test_the_successor_arrives_at_the_same_weights(
         child, ready = run.start()
         assert ready == {"state": "ready"}
         child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == OK
+        assert child.wait(90) == OK
     assert_same_weights(newest_weights(run.run_dir), train_plainly(run.settings, batches))
     status = run.status()
     assert (status.batches, status.experiences, status.version) == (NUM_BATCHES, 60 * NUM_BATCHES, 2 * NUM_BATCHES)

@@ -40,10 +40,10 @@ def test_real_successor_scores_though_steps_of_the_journal_wait_for_the_pace(mak
                 channel.send(token_rows(rng, 64, 64 * number), request_id=number, want_scores=False)
             wait_until(lambda: run.status().steps_owed == 12)
             child.kill()
-            child.wait(10)
+            child.wait(90)
             child, _ = run.start()
             channel.send(token_rows(rng, 8, 900), request_id=3, want_scores=True)
-            scores = channel.receive_scores(3, timeout_s=20)
+            scores = channel.receive_scores(3, timeout_s=90)
             assert scores is not None
             assert scores.model_version == 0
             idle.set()
@@ -52,7 +52,7 @@ def test_real_successor_scores_though_steps_of_the_journal_wait_for_the_pace(mak
         idle.set()
         generating.join()
     child.send_signal(signal.SIGTERM)
-    assert child.wait(20) == OK
+    assert child.wait(90) == OK
     engine.close()
 
 
@@ -76,14 +76,14 @@ def test_real_sidecar_yields_to_a_busy_engine_scores_meanwhile_and_trains_when_i
         assert run.status().pace_source == "engine"
         busy()
         channel.send(token_rows(rng, 8, 900), request_id=3, want_scores=True)
-        scores = channel.receive_scores(3, timeout_s=20)
+        scores = channel.receive_scores(3, timeout_s=90)
         assert scores is not None
         assert scores.model_version == 0
         busy()
         engine.write(running=0, waiting=0, tokens=0, prefill=0)
         wait_until(lambda: run.status().version == 16 and run.status().steps_owed == 0)
     child.send_signal(signal.SIGTERM)
-    assert child.wait(20) == OK
+    assert child.wait(90) == OK
     lines = [line for line in run.metrics() if line["kind"] == "batch"]
     assert lines[-1]["pace_source"] == "engine"
     engine.close()
@@ -101,12 +101,12 @@ def test_real_sidecar_ends_beside_a_busy_engine_with_steps_owed_and_its_successo
             channel.send(token_rows(rng, 64, 64 * number), request_id=number, want_scores=False)
         wait_until(lambda: run.status().steps_owed == 8)
         child.send_signal(signal.SIGTERM)
-        assert child.wait(20) == OK
+        assert child.wait(90) == OK
         assert (run.status().version, run.status().steps_owed) == (0, 8)
         engine.write(running=0, waiting=0, tokens=0, prefill=0)
         child, _ = run.start()
         wait_until(lambda: run.status().version == 8 and run.status().steps_owed == 0)
         assert run.status().steps_skipped == 0
     child.send_signal(signal.SIGTERM)
-    assert child.wait(20) == OK
+    assert child.wait(90) == OK
     engine.close()

@@ -45,7 +45,7 @@ def test_a_batch_with_more_elements_than_its_offsets_count_is_refused() -> None:
 def test_the_sidecar_refuses_a_batch_before_it_is_made(make_run: Any) -> None:
     run = make_run(batch_size=2**24, replay_capacity=100, task_args={"max_tokens": 65_536})
     child, answer = run.start()
-    assert child.wait(30) == BAD_CONFIG
+    assert child.wait(90) == BAD_CONFIG
     assert "batch_size 16777216 experiences" in answer["error"]
     assert run.status().state is State.FAILED
 
@@ -62,7 +62,7 @@ def test_the_sidecar_refuses_it_before_ready(make_run: Any) -> None:
     capacity = 4 * read_memory()[1] // 600
     run = make_run(replay_capacity=capacity)
     child, answer = run.start()
-    assert child.wait(30) == BAD_CONFIG
+    assert child.wait(90) == BAD_CONFIG
     assert f"replay_capacity {capacity}" in answer["error"]
     assert "lower replay_capacity to" in answer["todo"]
     assert run.status().state is State.FAILED

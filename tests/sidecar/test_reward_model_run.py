@@ -38,9 +38,9 @@ def test_weights_equal_a_plain_loop_and_can_be_exported(
         run.wait_for_attach(channel)
         for request, rows in enumerate(batches):
             channel.send(rows, request_id=request, want_scores=True)
-            assert channel.receive_scores(request, timeout_s=60) is not None
+            assert channel.receive_scores(request, timeout_s=90) is not None
     child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == OK
+    assert child.wait(90) == OK
     weights = newest_weights(run.run_dir)
     assert_same_weights(weights, train_plainly(run.settings, batches))
     assert all("lora_" in name or "score" in name for name in weights if name != "base_fingerprint")

@@ -77,7 +77,7 @@ def send(channel: OperatorChannel, request_id: int = 1, size: int = 20) -> dict[
 
 
 def take(hub: SidecarHub, ring: RingMemory) -> Any:
-    assert hub.wait(5.0)
+    assert hub.wait(90)
     delivery = hub.receive()
     assert delivery is not None
     delivery.hold_until(ring.wait)
@@ -132,7 +132,7 @@ def test_a_killed_operators_mapping_is_unregistered_before_it_is_unmapped_with_a
             address = hub.segments()[0].address
         finally:
             operator.send_signal(signal.SIGKILL)
-            operator.wait(10)
+            operator.wait(90)
     assert hub.reap() == 0  # its record is still there
     delivery = take(hub, ring)
     assert ring.batch(delivery.batch).size == 20
@@ -325,13 +325,13 @@ def test_a_whole_run_is_the_same_whether_registered_or_refused_with_a_mocked_dri
         run.wait_for_attach(channel)
         for request, rows in enumerate(batches):
             channel.send(rows, request_id=request, want_scores=True)
-            assert channel.receive_scores(request, timeout_s=20) is not None
-        deadline = time.monotonic() + 10
+            assert channel.receive_scores(request, timeout_s=90) is not None
+        deadline = time.monotonic() + 90
         while run.status().ring_registered is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     child.send_signal(signal.SIGTERM)
-    assert child.wait(20) == OK
+    assert child.wait(90) == OK
     assert_same_weights(newest_weights(run.run_dir), train_plainly(run.settings, batches))
     assert run.status().ring_registered is (status == 0)
     told = [line.split(": ")[1].split()[0] for line in run.log().splitlines() if line.startswith("mocked driver")]

@@ -117,4 +117,4 @@ def test_a_draw_from_65536_costs_little(sampling: Any, balance: bool) -> None:
         begin = time.perf_counter()
         sampler.draw(rng, size, 256, priorities, classes)
         times.append(time.perf_counter() - begin)
-    assert min(times) < 0.01  # see above; the limit is for a busy machine
+    assert min(times) < 0.1  # about 1 ms; the limit is for a slow and busy machine

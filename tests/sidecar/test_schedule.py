@@ -228,13 +228,13 @@ def test_a_continuous_sidecar_trains_between_batches_and_answers_and_ends_when_a
         for request in range(2):
             rows = token_rows(np.random.default_rng(request), 64, 64 * request)
             channel.send(rows, request_id=request, want_scores=True)
-            assert channel.receive_scores(request, timeout_s=20) is not None
+            assert channel.receive_scores(request, timeout_s=90) is not None
             steps = run.status().version
             # More than the 50 steps after which a line in the metrics falls due.
-            wait_until(lambda steps=steps: run.status().version > steps + 60, limit_s=60)
+            wait_until(lambda steps=steps: run.status().version > steps + 60, limit_s=90)
         assert run.status().batches == 2
     child.send_signal(signal.SIGTERM)
-    assert child.wait(20) == OK
+    assert child.wait(90) == OK
     assert run.status().trained == 32 * run.status().version
     assert [line["kind"] for line in run.metrics() if line["kind"] == "step"], "steps are told between batches too"
     assert len(list((run.run_dir / "checkpoints").glob("step-*"))) == 2

@@ -29,13 +29,13 @@ def test_weights_equal_a_plain_loop_in_one_process(make_run: Any) -> None:
         for request, rows in enumerate(batches):
             result = channel.send(rows, request_id=request, want_scores=True)
             assert result.parts_sent == result.parts
-            scores = channel.receive_scores(request, timeout_s=20)
+            scores = channel.receive_scores(request, timeout_s=90)
             assert scores is not None
             assert scores.values.shape == (100,)
             # Earlier steps may be under way when the request arrives, never later ones.
             assert scores.model_version == 3 * request
     child.send_signal(signal.SIGTERM)
-    assert child.wait(20) == OK
+    assert child.wait(90) == OK
     assert_same_weights(newest_weights(run.run_dir), train_plainly(run.settings, batches))
     status = run.status()
     assert (status.state, status.version, status.batches, status.experiences) == (State.STOPPED, 18, 6, 600)
@@ -56,7 +56,7 @@ def test_what_is_in_the_rings_is_taken_before_the_end(make_run: Any) -> None:
             )
         child, _ = run.start()
         child.send_signal(signal.SIGTERM)
-        assert child.wait(20) == OK
+        assert child.wait(90) == OK
         assert run.status().experiences == 150
         assert run.status().version == 6
         assert channel.sidecar_alive() is False
@@ -67,7 +67,7 @@ def test_the_supervisors_death_ends_the_sidecar_and_its_files(make_run: Any) -> 
     child, _ = run.start()
     assert run.paths.sidecar_lock.exists()
     run.supervisor.release()
-    assert child.wait(30) == OK
+    assert child.wait(90) == OK
     assert not run.paths.run_file.exists()
     assert "supervisor is gone" in run.log()
 
@@ -79,7 +79,7 @@ def test_a_sidecar_that_ends_alone_leaves_the_run_file_to_a_living_operator(make
     with run.channel() as channel:
         run.wait_for_attach(channel)
         run.supervisor.release()
-        assert child.wait(30) == OK
+        assert child.wait(90) == OK
         assert run.paths.run_file.exists()
         assert not run.paths.sidecar_lock.exists()
     remove_leftovers()
@@ -94,7 +94,7 @@ def test_no_operator_for_the_idle_timeout_ends_it(make_run: Any) -> None:
         with pytest.raises(Exception, match="timed out"):
             child.wait(1.5)
         channel.close()
-        assert child.wait(30) == OK
+        assert child.wait(90) == OK
     assert "idle_timeout" in run.log()
     assert run.paths.run_file.exists()
 
@@ -103,7 +103,7 @@ def test_a_second_sidecar_on_a_run_is_refused(make_run: Any) -> None:
     run = make_run()
     run.start()
     second, answer = run.start()
-    assert second.wait(20) not in (OK, BAD_CONFIG, TASK_FAILED)
+    assert second.wait(90) not in (OK, BAD_CONFIG, TASK_FAILED)
     assert "another sidecar serves" in answer["error"]
 
 
@@ -122,7 +122,7 @@ def test_a_task_that_cannot_work_dies_before_ready(
     monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
     run = make_run(**settings)
     child, answer = run.start()
-    assert child.wait(20) == code
+    assert child.wait(90) == code
     assert answer["state"] == "failed"
     assert words in answer["error"]
     assert answer["todo"]
@@ -142,7 +142,7 @@ def test_a_loss_that_becomes_nan_names_step_and_experiences(
         rows = {"eid": ["good"], "group": ["t"], "reward": np.ones(1, np.float32)}
         channel.send(rows, request_id=1, want_scores=False)
         channel.send(rows | {"eid": ["bad"], "reward": -np.ones(1, np.float32)}, request_id=2, want_scores=False)
-        assert child.wait(20) == TASK_FAILED
+        assert child.wait(90) == TASK_FAILED
     status = run.status()
     assert status.state is State.FAILED
     assert "step 4" in status.error
@@ -162,7 +162,7 @@ def test_text_columns_and_many_parts(
         texts = ["x" * (i % 60) for i in range(300)]
         rows = {"eid": [f"e{i}" for i in range(300)], "group": ["t"] * 300, "reward": np.ones(300, np.float32)}
         assert channel.send(rows | {"words": texts}, request_id=1, want_scores=True).parts > 1
-        scores = channel.receive_scores(1, timeout_s=20)
+        scores = channel.receive_scores(1, timeout_s=90)
         assert scores is not None
         assert scores.values.tolist() == [len(text) for text in texts]
 
@@ -178,7 +178,7 @@ def test_a_long_batch_of_steps_and_a_restart_are_in_the_metrics(make_run: Any) -
         # The status tells of a batch before its checkpoint is taken.
         wait_until(lambda: (run.run_dir / "checkpoints" / "step-240").exists())
         first.kill()
-        assert first.wait(10) == -signal.SIGKILL
+        assert first.wait(90) == -signal.SIGKILL
         Status(run_id=run.run_id, state=State.RESTARTING, restarts=1, scored=123).save(run.run_dir)
         run.start()
         assert (run.status().restarts, run.status().resumed_from, run.status().version) == (1, 240, 240)
@@ -197,5 +197,5 @@ def test_a_missing_run_file_is_told(make_run: Any) -> None:
     run = make_run()
     run.paths.run_file.unlink()
     child, answer = run.start()
-    assert child.wait(20) == BAD_CONFIG
+    assert child.wait(90) == BAD_CONFIG
     assert "no run file" in answer["error"]

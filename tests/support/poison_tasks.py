@@ -79,11 +79,11 @@ class HangsInC(_Marked):
 
 
 class Slow(_Marked):
-    """6 s for the marked one, 2 s for each other batch: longer than the grace of one that hangs."""
+    """9 s for the marked one, 2 s for each other batch: longer than the grace of one that hangs."""
 
     def _meet(self, where: str, batch: TaskBatch) -> None:
         if where == self.where:
-            time.sleep(6 if bool((batch["reward"] == -1).any()) else 2)
+            time.sleep(9 if bool((batch["reward"] == -1).any()) else 2)
 
 
 class KilledFromOutside(_Marked):

@@ -21,6 +21,13 @@ from mps_trainer.run import HeldLock, RunPaths, RunRecord, Status, new_run_id, r
 from mps_trainer.tasks import load_task, wire_columns
 from mps_trainer.transport import OperatorChannel, RingSettings, leftovers
 
+#: `python -m mps_trainer.sidecar` with more time for the drain, in which a slow machine must take every step too, and
+#: for a mutex that a test's process is held up in.
+PATIENT = (
+    "import sys; from mps_trainer.sidecar import draining; draining.DRAIN_S = 90.0; "
+    "from mps_trainer.transport import locks; locks.MUTEX_S = 30.0; "
+    "from mps_trainer.sidecar.__main__ import main; sys.exit(main())"
+)
 SMALL_TASK = {"task_args": {"max_tokens": 64, "num_buckets": 64, "hidden_size": 32}}
 
 
@@ -66,7 +73,7 @@ class Run:
     def start(self, *command: str) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
         """The sidecar, and what it wrote on the ready descriptor ({} when it died without a word)."""
         reader, writer = os.pipe()
-        command = command or (sys.executable, "-m", "mps_trainer.sidecar")
+        command = command or (sys.executable, "-c", PATIENT)
         arguments = [*command, "--run-file", str(self.paths.run_file), "--ready-fd", str(writer)]
         environment = sidecar_environment(self.record, os.environ)
         with (self.run_dir / "sidecar.log").open("ab") as log:
@@ -80,11 +87,11 @@ class Run:
     def channel(self, num_slots: int = 4, slot_bytes: int = 2**18, **options: Any) -> OperatorChannel:
         columns = wire_columns(load_task(self.settings.task, self.settings.task_args))
         ring = RingSettings(num_slots=num_slots, slot_bytes=slot_bytes)
-        options = {"backpressure": "block", "block_timeout_s": 20} | options
+        options = {"backpressure": "block", "block_timeout_s": 90} | options
         return OperatorChannel.create(self.run_id, columns, ring, **options)
 
     @staticmethod
-    def wait_for_attach(channel: OperatorChannel, limit_s: float = 10) -> None:
+    def wait_for_attach(channel: OperatorChannel, limit_s: float = 90) -> None:
         deadline = time.monotonic() + limit_s
         while not channel.sidecar_alive():
             assert time.monotonic() < deadline, "the sidecar did not attach"
@@ -103,8 +110,7 @@ class Run:
         self.supervisor.release()
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # The drain may take 10 s, and a checkpoint follows it.
-                child.wait(20)
+                child.wait(120)
             if child.poll() is None:
                 child.kill()
                 child.wait()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 90) -> None:
     """AssertionError after `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -35,7 +35,7 @@ class WarmSidecars:
     ) -> None:
         assert self._parent.stdin is not None
         self._parent.stdin.close()
-        self._parent.wait(30)
+        self._parent.wait(90)
 
     def start(self, run_file: Path, log: Path, death: str = "") -> int:
         """A sidecar of that run; its PID. With a `death` (`killed_at`) it kills itself there."""
@@ -74,7 +74,7 @@ class ColdSidecars:
 
     def exit_code(self, pid: int, *, wait: bool) -> int | None:
         """Exit code, or minus the signal; None while it lives."""
-        return self._children[pid].wait(60) if wait else self._children[pid].poll()
+        return self._children[pid].wait(90) if wait else self._children[pid].poll()
 
 
 def _start(request: dict[str, Any]) -> int:
@@ -93,6 +93,8 @@ def _start(request: dict[str, Any]) -> int:
             # One that does not come: the test is told SIGALRM.
             signal.alarm(120)
             importlib.import_module("killed_at").arm(request["death"])
+        # On a slow machine too every step is taken before the end.
+        importlib.import_module("mps_trainer.sidecar.draining").DRAIN_S = 90.0
         code = importlib.import_module("mps_trainer.sidecar.__main__").main()
     finally:
         sys.stderr.flush()

@@ -49,12 +49,13 @@ def assert_same(batch, rows, start=0):
                 assert np.array_equal(got, want), f"{name}[{i}]: {got} is not {want}"
 
 
-def take(hub, timeout_s=5.0):
+def take(hub, timeout_s=90.0):
     """The next delivery; fails the test when none comes."""
-    assert hub.wait(timeout_s), "no record came"
-    delivery = hub.receive()
-    assert delivery is not None
-    return delivery
+    while hub.wait(timeout_s):
+        # None: what was ready has been evicted meanwhile.
+        if (delivery := hub.receive()) is not None:
+            return delivery
+    raise AssertionError("no record came")
 
 
 @contextlib.contextmanager
@@ -98,7 +99,7 @@ class Child:
         self._status = None
         self.said = []
 
-    def line(self, timeout_s=10.0):
+    def line(self, timeout_s=90.0):
         """The next line that the child reports; "" when it ended."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._lines:
@@ -123,7 +124,7 @@ class Child:
         if reap:
             self.wait()
 
-    def wait(self, timeout_s=20.0):
+    def wait(self, timeout_s=90.0):
         """Exit status, negative for a signal."""
         if self._status is None:
             while self.line(timeout_s):

@@ -5,7 +5,7 @@ import secrets
 
 import pytest
 
-from mps_trainer.transport import leftovers, locks
+from mps_trainer.transport import hub, leftovers, locks, semaphores
 from mps_trainer.transport.sweep import reclaim_orphans, remove_run
 
 
@@ -18,6 +18,19 @@ def run_id():
     left = leftovers(name)
     remove_run(name)
     assert left == []
+
+
+@pytest.fixture
+def brief_mutex(monkeypatch):
+    """The mutex's real time limit, for tests of a process that is stopped inside it."""
+    monkeypatch.setattr(locks, "MUTEX_S", 0.05)
+
+
+@pytest.fixture
+def only_bells(monkeypatch):
+    """No look now and then: who is not rung for sleeps on until its own time limit."""
+    monkeypatch.setattr(semaphores, "SLICE_S", 600.0)
+    monkeypatch.setattr(hub, "SLICE_S", 600.0)
 
 
 @pytest.fixture(params=["total store order", "locks"])

@@ -39,12 +39,12 @@ def serve_one(hub, report):
 def operator_act(run_id, stepper, report):
     """Send and wait for the scores, three times, and close."""
     with stepper:
-        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=5.0)
+        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=60.0)
         for i in range(1, RECORDS + 1):
             while not send(channel, i, want_scores=True).rows_sent:
                 assert channel.counters.lock_timeouts
             report(f"sent {i}")
-            assert channel.receive_scores(i, 5.0).values.tolist() == [i, i]
+            assert channel.receive_scores(i, 60.0).values.tolist() == [i, i]
             report(f"scored {i}")
         channel.close()
     report("done")
@@ -73,7 +73,7 @@ def sidecar_act(run_id, stepper, report):
     with stepper:
         hub = SidecarHub(run_id, COLUMNS)
         for _ in range(RECORDS):
-            assert hub.wait(5.0)
+            assert hub.wait(60.0)
             serve_one(hub, report)
         hub.close(unlink=False)
     report("done")
@@ -81,7 +81,7 @@ def sidecar_act(run_id, stepper, report):
 
 def sidecar_trial(run_id, stop_at, said, **steps):
     committed, scored = [], []
-    with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=5.0) as channel:
+    with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=60.0) as channel:
 
         def feed(child):
             while not (child.ended or channel.sidecar_alive()):
@@ -94,7 +94,7 @@ def sidecar_trial(run_id, stop_at, said, **steps):
                     assert channel.counters.lock_timeouts > timeouts
                     continue
                 committed.append(request_id)
-                scores = channel.receive_scores(request_id, 5.0)
+                scores = channel.receive_scores(request_id, 60.0)
                 if scores is not None:
                     assert scores.values.tolist() == [request_id, request_id]
                     scored.append(request_id)

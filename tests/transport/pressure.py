@@ -42,7 +42,7 @@ def reader(run_id):
         with SidecarHub(run_id, COLUMNS) as hub:
             report("ready")
             while True:
-                with take(hub, 10.0) as delivery:
+                with take(hub) as delivery:
                     assert_same(delivery.batch, rows_of(delivery.header.request_id))
                     time.sleep(READ_S)
                     report(str(delivery.header.request_id))

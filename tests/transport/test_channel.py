@@ -27,13 +27,14 @@ def send(channel, request_id, n=3, want_scores=False):
 
 def test_rows_arrive_as_they_were_sent(run_id):
     with pair(run_id) as (channel, hub):
+        before_ns = time.monotonic_ns()
         result, rows = send(channel, 7, n=5)
         assert (result.parts, result.parts_sent, result.rows_sent, result.rows_dropped) == (1, 1, 5, 0)
         with take(hub) as delivery:
             header = delivery.header
             assert (header.request_id, header.part, header.parts, header.num_rows) == (7, 0, 1, 5)
             assert (header.seq, header.want_scores, header.channel) == (1, False, channel.name)
-            assert 0 < time.monotonic_ns() - header.sent_ns < 10**9
+            assert before_ns < header.sent_ns < time.monotonic_ns()
             assert_same(delivery.batch, rows)
             assert not delivery.batch["reward"].values.flags.writeable
         assert channel.counters.records_sent == 1
@@ -68,7 +69,7 @@ def test_an_empty_hub_waits_for_its_limit_and_not_longer(run_id):
     with pair(run_id) as (_, hub):
         start = time.monotonic()
         assert not hub.wait(0.2)
-        assert 0.15 < time.monotonic() - start < 5
+        assert 0.15 < time.monotonic() - start < 30
         assert hub.receive() is None
 
 
@@ -76,7 +77,7 @@ def test_a_waiting_hub_uses_no_processor(run_id):
     with pair(run_id) as (_, hub):
         before = time.process_time()
         hub.wait(1.5)
-        assert time.process_time() - before < 0.1
+        assert time.process_time() - before < 0.3
 
 
 def test_wake_ends_a_wait(run_id):
@@ -84,8 +85,8 @@ def test_wake_ends_a_wait(run_id):
         timer = threading.Timer(0.1, hub.wake)
         timer.start()
         start = time.monotonic()
-        assert not hub.wait(10.0)
-        assert time.monotonic() - start < 5
+        assert not hub.wait(90.0)
+        assert time.monotonic() - start < 60
         timer.join()
         assert not hub.wait(0.0)
 
@@ -130,14 +131,19 @@ def test_drop_newest_keeps_the_oldest_and_counts_the_rest(run_id):
 
 
 def test_block_waits_for_room_and_no_longer_than_its_limit(run_id):
-    with pair(run_id, backpressure="block", block_timeout_s=0.2) as (channel, hub):
+    with pair(run_id, backpressure="block", block_timeout_s=0.2) as (channel, _):
         for i in range(4):
             send(channel, i)
         start = time.monotonic()
         assert send(channel, 5)[0].rows_dropped == 3
-        assert 0.15 < time.monotonic() - start < 5
+        assert 0.15 < time.monotonic() - start < 30
         assert channel.counters.blocked_s > 0.15
 
+
+def test_block_goes_on_when_there_is_room(run_id):
+    with pair(run_id, backpressure="block", block_timeout_s=90.0) as (channel, hub):
+        for i in range(4):
+            send(channel, i)
         timer = threading.Timer(0.05, lambda: take(hub).release())
         timer.start()
         assert send(channel, 6)[0].rows_sent == 3
@@ -145,17 +151,25 @@ def test_block_waits_for_room_and_no_longer_than_its_limit(run_id):
 
 
 def test_block_does_not_wait_for_a_sidecar_that_is_not_there(run_id):
-    with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=5.0) as channel:
+    with OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=90.0) as channel:
         start = time.monotonic()
         for i in range(6):
             send(channel, i)
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 60
         assert channel.counters.dropped_newest == 2
 
 
 def test_a_slow_reader_loses_nothing_under_block(run_id):
     def operator(report):
-        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=10.0)
+        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=90.0)
+        sleep = channel._space.wait
+
+        def first_sleep(timeout_s):
+            channel._space.wait = sleep
+            report("waits for room")
+            return sleep(timeout_s)
+
+        channel._space.wait = first_sleep
         report("ready")
         for i in range(1, 40):
             send(channel, i)
@@ -169,8 +183,8 @@ def test_a_slow_reader_loses_nothing_under_block(run_id):
         while len(seen) < 39:
             with take(hub) as delivery:
                 seen.append(delivery.header.request_id)
-                while len(seen) == 1 and hub.producers()[0].backlog < SMALL.num_slots:
-                    hub._bell.wait(0.01)
+                if len(seen) == 1:
+                    assert child.line() == "waits for room"
                 hub._bell.wait(0.002)  # a slow reader
         assert seen == list(range(1, 40))
         assert child.line() == "0 True"
@@ -196,10 +210,10 @@ def test_a_batch_larger_than_a_slot_is_split(run_id):
 @pytest.mark.parametrize("policy", ["block", "drop_oldest"])
 def test_a_batch_larger_than_the_ring_flows_through_a_reader(run_id, policy):
     def operator(report):
-        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure=policy, block_timeout_s=20.0)
+        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure=policy, block_timeout_s=90.0)
         report("ready")
         result = channel.send(make_rows(200, 3, mean_tokens=100), request_id=3, want_scores=True)
-        scores = channel.receive_scores(3, 20.0)
+        scores = channel.receive_scores(3, 90.0)
         np.testing.assert_array_equal(scores.values, np.arange(200, dtype=np.float32))
         report(f"{result.parts} {result.rows_dropped} {result.rows_evicted}")
         channel.close()
@@ -262,7 +276,7 @@ def test_scores_that_do_not_come_end_the_wait(run_id):
         send(channel, 1, want_scores=True)
         start = time.monotonic()
         assert channel.receive_scores(1, 0.2) is None
-        assert 0.15 < time.monotonic() - start < 5
+        assert 0.15 < time.monotonic() - start < 30
         with take(hub) as late:
             assert late.reply(np.zeros(3, np.float32), 1)
         send(channel, 2, want_scores=True)
@@ -277,8 +291,8 @@ def test_nobody_waits_for_the_scores_of_a_dropped_batch(run_id):
         for i in range(1, 6):
             send(channel, i, want_scores=True)
         start = time.monotonic()
-        assert channel.receive_scores(1, 10.0) is None
-        assert time.monotonic() - start < 4
+        assert channel.receive_scores(1, 90.0) is None
+        assert time.monotonic() - start < 60
 
 
 def test_replies_that_nobody_fetches_make_room_for_newer_ones(run_id):
@@ -308,7 +322,7 @@ def test_threads_wait_for_different_requests_at_once(run_id):
         got = {}
 
         def wait_for(request_id):
-            got[request_id] = channel.receive_scores(request_id, 10.0).values[0]
+            got[request_id] = channel.receive_scores(request_id, 90.0).values[0]
 
         for i in range(1, 5):
             send(channel, i, want_scores=True)
@@ -319,13 +333,13 @@ def test_threads_wait_for_different_requests_at_once(run_id):
             delivery.reply(np.full(3, delivery.header.request_id, np.float32), 1)
             delivery.release()
         for thread in threads:
-            thread.join(10.0)
+            thread.join(90.0)
         assert got == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
 
 
 def test_two_operators_and_one_of_them_killed(run_id):
     def operator(report):
-        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=10.0)
+        channel = OperatorChannel.create(run_id, COLUMNS, SMALL, backpressure="block", block_timeout_s=90.0)
         report(channel.name)
         for i in range(1, 1000):
             send(channel, i)
@@ -376,17 +390,18 @@ def test_the_oldest_record_of_all_channels_comes_first(run_id):
         assert [take(hub).header.request_id for _ in range(6)] == list(range(6))
 
 
+@pytest.mark.usefixtures("only_bells")
 def test_a_new_operator_is_found_at_once_by_a_sleeping_hub(run_id):
     def operator(report):
         channel = OperatorChannel.create(run_id, COLUMNS, SMALL)
         send(channel, 1, want_scores=True)
-        report(channel.receive_scores(1, 5.0) is not None)
+        report(channel.receive_scores(1, 90.0) is not None)
         channel.close()
 
     with SidecarHub(run_id, COLUMNS) as hub:
         child = Child(operator)
         with take(hub) as delivery:
-            assert time.monotonic_ns() - delivery.header.sent_ns < 0.9e9
+            assert time.monotonic_ns() - delivery.header.sent_ns < 60e9, "not rung for"
             assert delivery.reply(np.zeros(3, np.float32), 1)
         assert child.line() == "True"
         assert child.wait() == 0
@@ -474,7 +489,7 @@ def test_a_forked_child_can_neither_use_nor_keep_alive_its_parents_channel(run_i
         assert hub.producers()[0].alive
         child.kill(reap=False)
         # The grandchild lives and has the mapping, yet the operator counts as gone.
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + 60
         while hub.producers()[0].alive:
             assert time.monotonic() < deadline
         os.kill(grandchild, signal.SIGKILL)
@@ -542,8 +557,8 @@ def test_parts_before_an_error_are_counted_and_nobody_waits_for_their_scores(run
         assert channel.backlog() == channel.counters.records_sent == 1
         assert channel.counters.rows_sent + channel.counters.rows_dropped_newest == 8
         start = time.monotonic()
-        assert channel.receive_scores(2, 5.0) is None
-        assert time.monotonic() - start < 4
+        assert channel.receive_scores(2, 90.0) is None
+        assert time.monotonic() - start < 60
 
 
 def test_a_claim_takes_the_oldest_record_even_if_it_was_committed_during_the_scan(run_id, monkeypatch):
@@ -603,7 +618,7 @@ def test_deliveries_may_be_released_by_several_threads(run_id):
         for _ in threads:
             deliveries.put(None)
         for thread in threads:
-            thread.join(10.0)
+            thread.join(90.0)
         assert errors == []
         assert hub.producers()[0].taken.released == taken
         assert channel.backlog() == 0

@@ -74,7 +74,7 @@ def test_a_kill_at_sampled_bytecodes_loses_nothing_and_tears_nothing(run_id, nam
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("member")
+@pytest.mark.usefixtures("member", "brief_mutex")
 @pytest.mark.parametrize("reader_first", [True, False])
 def test_a_kill_while_the_other_side_stands_inside_a_step_loses_nothing(run_id, memory_order, reader_first):
     reached = []

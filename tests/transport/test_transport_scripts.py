@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
         (["kill_transport.py", "pairs", "--stride", "60", "--partners", "1", "--order", "locks"], "inside the writer"),
         (["kill_transport.py", "pressure", "--trials", "2"], "block: 2 trials"),
         (["soak_transport.py", "--minutes", "0.33", "--kill-every", "0.6"], "flat"),
-        (["bench_transport.py", "--quick", "--only", "ring", "--pin", "auto"], "idle reader"),
+        (["bench_transport.py", "--quick", "--only", "ring", "--pin", "auto", "--budget-s", "60"], "idle reader"),
     ],
 )
 def test_a_short_run_finds_nothing(arguments, says, tmp_path):
@@ -28,7 +28,7 @@ def test_a_short_run_finds_nothing(arguments, says, tmp_path):
         [sys.executable, SCRIPTS / script, *rest],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         cwd=tmp_path,
         check=False,
     )

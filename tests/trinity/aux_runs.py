@@ -57,7 +57,7 @@ def command(trinity_run: TrinityRun, *words: str) -> subprocess.CompletedProcess
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

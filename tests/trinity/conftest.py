@@ -21,6 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "private_ray" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.trinity)
+            # A minute each, and several on a slow machine.
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +30,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's model, built in a process of its own: torch stays out of this one."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     subprocess.run(
-        [sys.executable, "-m", "cpu_rollout.tiny_model", str(folder)], cwd=EXAMPLE_DIR, check=True, timeout=120
+        [sys.executable, "-m", "cpu_rollout.tiny_model", str(folder)], cwd=EXAMPLE_DIR, check=True, timeout=300
     )
     return folder
 

@@ -18,7 +18,7 @@ STEPS, BATCH, WIDTH = 12, 128, 32
 def test_the_ported_operator_filters_a_real_run_by_what_it_learnt(trinity_run: TrinityRun) -> None:
     block = operator(
         task="after:OutlierRewardFilter", task_args={"input_dim": WIDTH}, use="filter", filter={"value": 0.05},
-        steps_per_batch=8, min_version=24,
+        steps_per_batch=8, min_version=24, score_timeout="60s",
     )  # fmt: skip
     config = trinity_run.write_config(
         "explore", operators=[block], steps=STEPS, tasks=8, repeats=BATCH // 8, rule={"seed": 3, "noise": 0.05},

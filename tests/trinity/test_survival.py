@@ -39,7 +39,7 @@ def wait_for_batches(config, count: int, running: RunningTrinity) -> None:
         except (RunError, AssertionError):  # no run folder or no status yet
             return False
 
-    wait_for(f"{count} batches", seen, 150)
+    wait_for(f"{count} batches", seen, 400)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_killed_sidecar_is_restarted_and_goes_on(trinity_run: TrinityRun, conf
     with trinity_run.engine(config), trinity_run.start(config, MPS_RUN) as running:
         wait_for_batches(config, 3, running)
         kill(sidecar_pid(config))
-        outcome = running.wait(180)
+        outcome = running.wait(600)
     assert outcome.returncode == 0, outcome.report()
     status = Status.load(run_folder(config))
     assert status.restarts == 1
@@ -93,7 +93,7 @@ def test_a_killed_driver_leaves_nothing(trinity_run: TrinityRun, config) -> None
         assert len(pids) >= 3, "sidecar, supervisor and Trinity's coordinator"
         kill(running.process.pid)
         for pid in pids:
-            wait_for("the end of sidecar, supervisor and Trinity", lambda pid=pid: not alive(pid), 20)
+            wait_for("the end of sidecar, supervisor and Trinity", lambda pid=pid: not alive(pid), 90)
     assert Status.load(run_folder(config)).state is State.STOPPED
     assert shared_memory_of(config) == []
     assert not run_file(trinity_run.environment, config).exists()
@@ -105,9 +105,9 @@ def test_after_up_a_killed_driver_leaves_the_sidecar_until_it_idles(trinity_run:
     with trinity_run.engine(config), trinity_run.start(derived) as running:
         wait_for_batches(config, 2, running)
         kill(running.process.pid)
-        running.process.wait(10)
+        running.process.wait(90)
         assert alive(pid), "a sidecar that `up` started outlives the driver"
-        wait_for("the idle sidecar's end", lambda: not alive(pid) and not alive(parent), 30)
+        wait_for("the idle sidecar's end", lambda: not alive(pid) and not alive(parent), 120)
     assert Status.load(run_folder(config)).state is State.STOPPED
     assert shared_memory_of(config) == []
     assert list((run_folder(config) / "checkpoints").glob("step-*")), "what was learnt is saved"
@@ -119,8 +119,8 @@ def test_a_killed_supervisor_leaves_nothing_and_trinity_finishes(trinity_run: Tr
     with trinity_run.engine(config), trinity_run.start(derived) as running:
         wait_for_batches(config, 2, running)
         kill(supervisor_pid(config))
-        wait_for("the sidecar's end", lambda: not alive(pid), 20)
-        outcome = running.wait(180)
+        wait_for("the sidecar's end", lambda: not alive(pid), 90)
+        outcome = running.wait(600)
     assert not outcome.error_lines(), outcome.report()
     assert metric(outcome, "connected")[-1] == 0.0
     assert metric(outcome, "kept")[-1] == BATCH

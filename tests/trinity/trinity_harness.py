@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 
 BIN_DIR = Path(sys.executable).parent
 EXAMPLE_DIR = Path(__file__).resolve().parents[2] / "examples" / "cpu_rollout"
-ENGINE_TIMEOUT_S = 120.0
+ENGINE_TIMEOUT_S = 300.0
 _ERROR_LINE = re.compile(r"^(ERROR|CRITICAL)\b|Traceback \(most recent call last\)")
 
 
@@ -180,7 +180,7 @@ class TrinityRun:
         *,
         command: Sequence[str] | None = None,
         extra_env: Mapping[str, str] | None = None,
-        timeout_s: float = 180.0,
+        timeout_s: float = 600.0,
     ) -> RunOutcome:
         """Run to the end. `command` and `extra_env` as in `start`."""
         with self.start(config, command, extra_env) as running:

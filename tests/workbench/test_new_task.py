@@ -24,10 +24,10 @@ def test_the_files_pass_ruff_and_their_own_test(tmp_path: Path) -> None:
     config = ["--no-cache", "--config", str(ROOT / "pyproject.toml")]
     # In the user's folder, where mps_trainer is one of many installed packages.
     for command in (["check", "--ignore", "D1"], ["format", "--check"]):
-        subprocess.run([*ruff, *command, *config, task.name, test.name], cwd=task.parent, check=True, timeout=60)
+        subprocess.run([*ruff, *command, *config, task.name, test.name], cwd=task.parent, check=True, timeout=120)
     pytest_it = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test.name]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    answer = subprocess.run(pytest_it, cwd=task.parent, env=environment, capture_output=True, text=True, timeout=100)
+    answer = subprocess.run(pytest_it, cwd=task.parent, env=environment, capture_output=True, text=True, timeout=200)
     assert answer.returncode == 0, answer.stdout
     assert "1 passed" in answer.stdout
 
