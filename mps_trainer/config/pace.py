@@ -40,7 +40,7 @@ class PaceTuning(Section):
     debt: float = Field(10.0, ge=0, description="seconds of the rollout that a debt is held against training for")
     probe_every: float = Field(20.0, ge=1, description="windows without a stop before one that only compares")
     silent: float = Field(1.0, gt=0, description="seconds after which an engine that says nothing counts as idle")
-    owed_batches: int = Field(8, ge=1, description="batches whose steps may wait; older steps are skipped")
+    owed_batches: int = Field(8, ge=1, le=10**6, description="batches whose steps may wait; older steps are skipped")
 
     @model_validator(mode="after")
     def _all_have_a_say(self) -> PaceTuning:
