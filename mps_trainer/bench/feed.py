@@ -79,10 +79,14 @@ class Feed(threading.Thread):
         if not self.idle.wait(timeout_s):
             raise RunError(f"the feed did not come to rest in {timeout_s:.0f} s", "the trainer takes no records")
 
-    def close(self) -> None:
-        """End it."""
+    def end(self) -> None:
+        """Let it end after the record that it gives now; what that one waits for may have to be ended first."""
         self._ended = True
         self.going.set()
+
+    def close(self) -> None:
+        """End it, and wait for that."""
+        self.end()
         self.join(SCORE_TIMEOUT_S)
 
     def _give(self, rows: Rows, *, with_scores: bool) -> None:

@@ -21,6 +21,7 @@ from mps_trainer.bench.saved import require_writable
 from mps_trainer.bench.session import INTERRUPTED, Session
 from mps_trainer.bench.setting import Setting
 from mps_trainer.bench.work import WORKS, find_work
+from mps_trainer.bench.work_dir import STATE
 from mps_trainer.errors import ConfigError, MpsTrainerError, PlacementError
 from mps_trainer.mps.checks import Surroundings, read_surroundings, require_possible, run_checks
 from mps_trainer.mps.environment import without_mps
@@ -132,7 +133,7 @@ def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str, keep: Keep
         MpsTrainerError, OSError, KeyboardInterrupt: before anything was measured.
     """
     options = benchmark.options
-    os.environ[STATE_DIR_VARIABLE] = str(folder / "s")
+    os.environ[STATE_DIR_VARIABLE] = str(folder / STATE)
     # Nothing that is started here shall join a daemon of somebody else's.
     environment = without_mps(os.environ)
     for name in [name for name in os.environ if name not in environment]:
