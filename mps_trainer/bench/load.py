@@ -97,6 +97,33 @@ def long_tailed(shape: Shape, count: int, gap: float, seed: int = 0) -> Load:
     batches = []
     for index in range(count):
         drawn = shape.median * np.exp(shape.spread * rng.standard_normal(shape.sequences))
+        lengths = np.clip(drawn.round(), 1, shape.longest).astype(int)
+        lengths[rng.integers(shape.sequences)] = shape.longest
+        requests = tuple(Request(0.0, shape.prompt, int(length)) for length in lengths)
+        batches.append(Batch(index, seed * 1000 + index, requests))
+    return Load(f"gap {100 * gap:g} %", tuple(batches), gap)
+
+
+def read_trace(path: Path) -> Load:
+    """A recorded load: JSON lines of {"batch", "arrival_s", "prompt_tokens", "response_tokens", "gap_s"}.
+
+    `arrival_s` counts from the begin of the batch; `gap_s`, on any line of a batch, is the silence after it. A file of
+    `mps-trainer record` will do too: it holds the lengths of a real run, and no times.
+    """
+    batches: dict[int, list[Request]] = {}
+    gaps: dict[int, float] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            batch, request = int(row["batch"]), _request(row)
+            gaps[batch] = _longer(gaps.get(batch, 0.0), float(row.get("gap_s", 0.0)))
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+            raise ConfigError(
+                f"{path}, line {number} is no rollout of a trace: {error}",
+                'write lines like {"batch": 0, "arrival_s": 0.0, "prompt_tokens": 128, "response_tokens": 311}',
+            ) from None
         lengths = (request.prompt_tokens, request.response_tokens)
         # A NaN is in no range.
         if not (all(0 < some <= _MOST_TOKENS for some in lengths) and 0 <= request.arrival_s <= _MOST_S):
