@@ -140,10 +140,9 @@ class RestService(_Hosted):
     _feed: Feed | None = None
 
     def close(self) -> None:
-        """End it; the service before what waits for its answers."""
+        """End it; where what feeds it waits for an answer that does not come, the service first."""
         try:
-            if self._feed is not None:
-                self._feed.end()
+            if self._feed is not None and not self._feed.end():
                 self._end()
         finally:
             super().close()

@@ -186,11 +186,9 @@ class SidecarTrainer:
         return status.pace_source if status is not None else ""
 
     def close(self) -> None:
-        """End it; the sidecar before what feeds it, which waits as long as the sidecar lives, be it stopped."""
+        """End it; where what feeds it waits for a sidecar that does nothing, be it stopped, the sidecar first."""
         try:
-            if self._feed is not None:
-                self._feed.end()
-            if self._process is not None:
+            if self._feed is not None and not self._feed.end() and self._process is not None:
                 self._process.stop(_GRACE_S)
         finally:
             self._stack.close()

@@ -31,7 +31,10 @@ def work_dir(named: Path | None) -> Iterator[Path]:
         return
     remove_dead()
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_PLACE) as folder:
-        lock = try_hold(Path(folder) / _LOCK, "a benchmark")
+        unfinished = Path(folder) / f"{_LOCK}.new"
+        lock = try_hold(unfinished, "a benchmark")
+        # Another benchmark that starts now must never see the file without its lock.
+        unfinished.rename(Path(folder) / _LOCK)
         try:
             yield Path(folder)
         finally:

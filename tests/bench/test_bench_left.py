@@ -44,6 +44,7 @@ def test_the_folder_of_a_killed_benchmark_goes_with_the_next_one(place: Path) ->
     with folders.work_dir(None) as folder:
         assert not dead.exists()
         assert folder.parent == place
+        assert [path.name for path in folder.iterdir()] == ["bench.lock"]
         # Another one that starts now takes this one for alive.
         with folders.work_dir(None) as other:
             assert folder.is_dir()
@@ -112,6 +113,7 @@ def test_a_service_ends_with_the_benchmark() -> None:
 def test_what_a_feed_waits_for_is_ended_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("MPS_TRAINER_STATE_DIR", str(tmp_path / "s"))
     monkeypatch.setattr(feeds, "SCORE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(feeds, "_END_S", 0.1)
     given, ended = threading.Event(), threading.Event()
 
     def give(_: Any) -> int:

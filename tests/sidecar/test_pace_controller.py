@@ -149,3 +149,9 @@ def test_an_iteration_that_takes_long_is_not_taken_for_silence() -> None:
         assert controller.silent_s < 15, "a pause is no iteration"
         is_busy_after(0.1)
     assert not is_busy_after(1.5), "long iterations are forgotten"
+
+
+def test_a_tiny_window_is_no_reason_to_ask_without_a_rest() -> None:
+    controller = Controller(0.03, PaceTuning(shortest_window=1e-9, longest_window=1e-9))
+    assert not controller.may_step(1.0, EngineLoad(1.0, 200, 0, 1, 1, 0))
+    assert controller.rest_s() >= 1e-3
