@@ -20,3 +20,5 @@ if __name__ == "__main__":
     except MpsTrainerError as error:
         show.error(error)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -27,10 +27,10 @@ def main() -> int:
     args = parser.parse_args()
     try:
         load = to_load(read_requests(args.requests), args.out.name, args.quiet_s)
+        write_trace(load, args.out)
     except (MpsTrainerError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    write_trace(load, args.out)
     for batch in load.batches:
         lengths = sorted(request.response_tokens for request in batch.requests)
         print(

@@ -13,6 +13,7 @@ from mps_trainer.errors import RunError, TransportError
 
 SCORE_TIMEOUT_S = 120.0
 _LOOK_S = 0.02
+_END_S = 5.0
 #: Of records, one in so many asks for scores too.
 SCORE_EVERY = 4
 
@@ -79,11 +80,20 @@ class Feed(threading.Thread):
         if not self.idle.wait(timeout_s):
             raise RunError(f"the feed did not come to rest in {timeout_s:.0f} s", "the trainer takes no records")
 
+    def end(self) -> bool:
+        """End it after the record that it gives now; False when that one waits for what may have to be ended first."""
+        return self._end(_END_S)
+
     def close(self) -> None:
-        """End it."""
+        """End it, and wait as long as a record may take."""
+        self._end(SCORE_TIMEOUT_S)
+
+    def _end(self, timeout_s: float) -> bool:
         self._ended = True
         self.going.set()
-        self.join(SCORE_TIMEOUT_S)
+        if self.is_alive():
+            self.join(timeout_s)
+        return not self.is_alive()
 
     def _give(self, rows: Rows, *, with_scores: bool) -> None:
         self._hold()

@@ -61,7 +61,7 @@ class _Hosted:
             os.close(child_reads)
             os.close(child_writes)
         self._stack.callback(os.close, self._answers)
-        self._stack.callback(stop, self._child, grace_s=10.0, gpu_drain_s=0.0 if self._device == "cpu" else 2.5)
+        self._stack.callback(self._end)
         self._stack.callback(os.close, self._words)
         self._ready(self._answer(_START_S, "ready"))
 
@@ -84,6 +84,9 @@ class _Hosted:
     def close(self) -> None:
         """End it."""
         self._stack.close()
+
+    def _end(self) -> None:
+        stop(self._child, grace_s=10.0, gpu_drain_s=0.0 if self._device == "cpu" else 2.5)
 
     def _ready(self, said: dict[str, Any]) -> None:
         """Do what is left to do once it is up."""
@@ -134,24 +137,38 @@ class RestService(_Hosted):
     """Today's advice: a FastAPI service, asked by an operator over HTTP with one connection that stays open."""
 
     door = "rest"
+    _feed: Feed | None = None
+
+    def close(self) -> None:
+        """End it; where what feeds it waits for an answer that does not come, the service first."""
+        try:
+            if self._feed is not None and not self._feed.end():
+                self._end()
+        finally:
+            super().close()
 
     def resume(self) -> None:
         """Let experiences come."""
         self._require_alive()
         before = self.steps()
-        self._feed.resume()
-        wait_until(lambda: self.steps() > before or self._feed.error, 60, "the service trains")
+        self._running.resume()
+        wait_until(lambda: self.steps() > before or self._running.error, 60, "the service trains")
         self._require_alive()
 
     def pause(self) -> None:
         """Let none come, and wait until it is at rest."""
-        self._feed.pause()
+        self._running.pause()
         self._require_alive()
-        self.score_ms = self._feed.score_ms
+        self.score_ms = self._running.score_ms
 
     def problem(self) -> str:
         """What was wrong; "" for nothing."""
-        return self._feed.error
+        return self._running.error
+
+    @property
+    def _running(self) -> Feed:
+        assert self._feed is not None, "start it first"
+        return self._feed
 
     def _ready(self, said: dict[str, Any]) -> None:
         # In a thread of ours as an operator would do it; `hosted_main` imports what the body needs.
@@ -176,7 +193,7 @@ class RestService(_Hosted):
             return sum(score != score for score in scores)
 
         records = made_up(columns, self._work.rows, self._lengths, "rest")
-        self._feed = Feed(records, send, ask)
+        self._feed = feed = Feed(records, send, ask)
         self._stack.callback(connection.close)
-        self._stack.callback(self._feed.close)
-        self._feed.start()
+        self._stack.callback(feed.close)
+        feed.start()

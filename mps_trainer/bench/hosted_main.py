@@ -16,6 +16,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -126,8 +127,8 @@ def _word_waits(descriptor: int) -> bool:
     return bool(select.select([descriptor], [], [], 0)[0])
 
 
-def serve_rest(host: Host, write: int) -> None:
-    """A FastAPI service on a port of the kernel's choice, which it says."""
+def serve_rest(host: Host, read: int, write: int) -> None:
+    """A FastAPI service on a port of the kernel's choice, which it says; ends with the descriptor `read`."""
     fastapi, uvicorn = importlib.import_module("fastapi"), importlib.import_module("uvicorn")
     app = fastapi.FastAPI()
 
@@ -146,7 +147,16 @@ def serve_rest(host: Host, write: int) -> None:
         answers.write(json.dumps({"port": listener.getsockname()[1]}) + "\n")
     # The operator's connection rests between two windows, for longer than uvicorn's five seconds.
     config = uvicorn.Config(app, log_level="warning", timeout_keep_alive=24 * 3600)
-    uvicorn.Server(config).run(sockets=[listener])
+    server = uvicorn.Server(config)
+    threading.Thread(target=_end_when_alone, args=(server, read), daemon=True).start()
+    server.run(sockets=[listener])
+
+
+def _end_when_alone(server: Any, read: int) -> None:
+    # A benchmark that was killed ends nobody.
+    while os.read(read, 64):
+        pass
+    server.should_exit = True
 
 
 def main() -> int:
@@ -165,7 +175,7 @@ def main() -> int:
     if options.door == "operator":
         serve_operator(host, options.lengths, options.read, options.write)
     else:
-        serve_rest(host, options.write)
+        serve_rest(host, options.read, options.write)
     return 0
 
 

@@ -6,6 +6,7 @@ Every arm gets the same batches in the same order, so that their outputs can be 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 import numpy as np
 
 from mps_trainer.errors import ConfigError
+
+#: Of a trace: with more the benchmark would wait for ever, for a number that somebody mistyped.
+_MOST_S, _MOST_TOKENS = 3600.0, 10**7
+_LIMITS = f"lengths are from 1 to {_MOST_TOKENS}, arrivals and gaps from 0 to {_MOST_S:g} s"
 
 
 @dataclass(frozen=True)
@@ -113,14 +118,18 @@ def read_trace(path: Path) -> Load:
         try:
             row = json.loads(line)
             batch, request = int(row["batch"]), _request(row)
-            gaps[batch] = max(gaps.get(batch, 0.0), float(row.get("gap_s", 0.0)))
-        except (ValueError, KeyError, TypeError) as error:
+            gaps[batch] = _longer(gaps.get(batch, 0.0), float(row.get("gap_s", 0.0)))
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
             raise ConfigError(
                 f"{path}, line {number} is no rollout of a trace: {error}",
                 'write lines like {"batch": 0, "arrival_s": 0.0, "prompt_tokens": 128, "response_tokens": 311}',
             ) from None
-        if request.prompt_tokens < 1 or request.response_tokens < 1 or request.arrival_s < 0:
-            raise ConfigError(f"{path}, line {number}: {request}", "lengths are at least 1, arrivals at least 0")
+        lengths = (request.prompt_tokens, request.response_tokens)
+        # A NaN is in no range.
+        if not (all(0 < some <= _MOST_TOKENS for some in lengths) and 0 <= request.arrival_s <= _MOST_S):
+            raise ConfigError(f"{path}, line {number}: {request}", _LIMITS)
+        if not gaps[batch] <= _MOST_S:
+            raise ConfigError(f"{path}, line {number}: a gap of {gaps[batch]:g} s", _LIMITS)
         batches.setdefault(batch, []).append(request)
     if not batches:
         raise ConfigError(f"{path} holds no rollout", "record one, or leave --trace out")
@@ -128,6 +137,10 @@ def read_trace(path: Path) -> Load:
         f"trace {path.name}",
         tuple(Batch(i, 7000 + i, tuple(batches[key]), gaps[key]) for i, key in enumerate(sorted(batches))),
     )
+
+
+def _longer(one: float, other: float) -> float:
+    return math.nan if math.isnan(other) else max(one, other)
 
 
 def _request(row: dict[str, Any]) -> Request:

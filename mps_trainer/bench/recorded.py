@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ def read_requests(paths: Iterable[Path]) -> list[Served]:
     found = [
         _served(path, number, line)
         for path in paths
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
     ]  # fmt: skip
     if not found:
         raise ConfigError("no request was recorded", "set MPS_TRAINER_RECORD_LOAD where the engine starts")
@@ -35,8 +36,13 @@ def read_requests(paths: Iterable[Path]) -> list[Served]:
 
 def _served(path: Path, number: int, line: str) -> Served:
     try:
-        return Served(**json.loads(line))
-    except (ValueError, TypeError) as error:
+        found = Served(**json.loads(line))
+        if not (math.isfinite(found.arrival_s) and found.arrival_s <= found.end_s < math.inf):
+            raise ValueError(f"from {found.arrival_s} s to {found.end_s} s")
+        if min(int(found.prompt_tokens), int(found.response_tokens)) < 0:
+            raise ValueError(f"{found.prompt_tokens} and {found.response_tokens} tokens")
+        return found
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ConfigError(
             f"{path}, line {number} is no request of an engine: {error}",
             "give files that MPS_TRAINER_RECORD_LOAD wrote; the last line may be cut: delete it",
@@ -65,7 +71,7 @@ def to_load(requests: list[Served], name: str, quiet_s: float = 0.5) -> Load:
                 index,
                 7000 + index,
                 tuple(
-                    Request(round(one.arrival_s - begin, 4), one.prompt_tokens, max(1, one.response_tokens))
+                    Request(round(one.arrival_s - begin, 4), max(1, one.prompt_tokens), max(1, one.response_tokens))
                     for one in batch
                 ),
                 round(gap, 4),

@@ -20,7 +20,8 @@ from mps_trainer.bench.saved import require_writable
 from mps_trainer.bench.session import INTERRUPTED, Session
 from mps_trainer.bench.setting import Setting
 from mps_trainer.bench.work import WORKS, find_work
-from mps_trainer.errors import ConfigError, MpsTrainerError, PlacementError
+from mps_trainer.bench.work_dir import STATE
+from mps_trainer.errors import ConfigError, MpsTrainerError, PlacementError, RunError
 from mps_trainer.launcher.machine_facts import installed_version
 from mps_trainer.mps.checks import Surroundings, read_surroundings, require_possible, run_checks
 from mps_trainer.mps.environment import without_mps
@@ -133,10 +134,10 @@ def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str, keep: Keep
         keep: called with everything so far, after each round.
 
     Raises:
-        MpsTrainerError, OSError, KeyboardInterrupt: before anything was measured.
+        MpsTrainerError, KeyboardInterrupt: before anything was measured.
     """
     options = benchmark.options
-    os.environ[STATE_DIR_VARIABLE] = str(folder / "s")
+    os.environ[STATE_DIR_VARIABLE] = str(folder / STATE)
     # Nothing that is started here shall join a daemon of somebody else's.
     environment = without_mps(os.environ)
     for name in [name for name in os.environ if name not in environment]:
@@ -155,6 +156,10 @@ def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str, keep: Keep
         error = _end_of(session)
         if error is not None and not session.rounds:
             if not results.sessions and (isinstance(error, KeyboardInterrupt) or plan is benchmark.plans[-1]):
+                if isinstance(error, OSError):
+                    raise RunError(
+                        f"nothing was measured: {error}", "make room, or see the logs in --work-dir"
+                    ) from error
                 raise error
             results.lose(plan, error)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -61,8 +62,14 @@ class Saved:
         path = self._path(suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
-        part.write_text(text)
-        part.replace(path)
+        try:
+            part.write_text(text)
+            part.replace(path)
+        except BaseException:
+            # On a full disk half a file is in everybody's way.
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
         return path
 
     def _path(self, suffix: str) -> Path:

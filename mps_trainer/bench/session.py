@@ -91,10 +91,12 @@ class Session:
             try:
                 self._rounds(found)
                 found["closing"] = self._closing()
-            except (MpsTrainerError, OSError) as error:
-                found["failed"] = f"{type(error).__name__}: {error}"
-            except KeyboardInterrupt:
-                found["failed"] = INTERRUPTED
+            except (MpsTrainerError, OSError, KeyboardInterrupt) as error:
+                if not self.rounds:
+                    # Nothing was measured, and what an earlier benchmark has measured must stay where it is.
+                    raise
+                interrupted = isinstance(error, KeyboardInterrupt)
+                found["failed"] = INTERRUPTED if interrupted else f"{type(error).__name__}: {error}"
         return self.found()
 
     @property
@@ -145,7 +147,7 @@ class Session:
             try:
                 with pinned(self._options.pin_trainer):
                     trainer.start()
-            except MpsTrainerError as error:
+            except (MpsTrainerError, OSError) as error:
                 # The others are worth their time all the same.
                 trainer.close()
                 self._broken[work.name][arm.name] = str(error)
@@ -180,6 +182,8 @@ class Session:
                     if (arm.name, name) in self._trainers
                 }
             except OutOfTimeError as error:
+                if not number:
+                    raise
                 found["cut"] = f"{error.message}; the round begun is left out"
                 return
             for name, mine in self._windows.items():
@@ -196,7 +200,7 @@ class Session:
         self._done += 1
         total = self._plan.windows * self._plan.rounds
         if time.monotonic() + self._end_s > self._deadline:
-            raise OutOfTimeError("the budget ended amid a round")
+            raise OutOfTimeError("the budget ended amid a round", "raise --budget-s, or ask for fewer arms and loads")
         self._tell(f"{self._done} of {total} windows: {what}")
 
     def _window(self, arm: Arm, work: Work | None, load: Load, number: int) -> Raw:

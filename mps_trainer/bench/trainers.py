@@ -32,6 +32,7 @@ from mps_trainer.transport import OperatorChannel
 from mps_trainer.transport.sweep import remove_run
 
 _LOG_LINES = 5
+_GRACE_S = 30.0
 
 
 class Trainer(Protocol):
@@ -117,7 +118,7 @@ class SidecarTrainer:
         self._stack.enter_context(lock)
         self._place()
         self._process = process = SidecarProcess(self._record, self._paths.run_file)
-        self._stack.callback(process.stop, 30.0)
+        self._stack.callback(process.stop, _GRACE_S)
         self._wait_ready(process)
         channel = OperatorChannel.create(
             self.run_id, self._columns, self._work.ring(self._columns), backpressure="block", block_timeout_s=2.0
@@ -185,8 +186,12 @@ class SidecarTrainer:
         return status.pace_source if status is not None else ""
 
     def close(self) -> None:
-        """End it."""
-        self._stack.close()
+        """End it; where what feeds it waits for a sidecar that does nothing, be it stopped, the sidecar first."""
+        try:
+            if self._feed is not None and not self._feed.end() and self._process is not None:
+                self._process.stop(_GRACE_S)
+        finally:
+            self._stack.close()
 
     @property
     def _running(self) -> Feed:

@@ -6,7 +6,6 @@ import json
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +44,7 @@ def run(argv: Sequence[str], prog: str) -> int:
     from mps_trainer.bench.run import prepare, right
     from mps_trainer.bench.run import run as run_benchmark
     from mps_trainer.bench.saved import Saved
+    from mps_trainer.bench.work_dir import work_dir
 
     benchmark = prepare(options)
     for line in benchmark.lines:
@@ -53,7 +53,7 @@ def run(argv: Sequence[str], prog: str) -> int:
         return EXIT_OK
     saved = Saved(options.out) if options.out is not None else None
     keep = saved.keep if saved is not None else lambda _: None
-    with _work_dir(options.work_dir) as folder, _signals_as_interrupt():
+    with _signals_as_interrupt(), work_dir(options.work_dir) as folder:
         with show.steps() as tell:
             results = run_benchmark(benchmark, folder, tell, f"{prog} {shlex.join(argv)}".rstrip(), keep)
         written = _save(saved, results) if saved is not None else []
@@ -97,17 +97,6 @@ def _subtitle(results: dict[str, object]) -> str:
     assert isinstance(machine, dict)
     where = machine.get("GPU", f"no GPU, {machine['Cores']} cores, a tiny engine stands in for vLLM")
     return f"{where}; dots: medians, lines: min to max"
-
-
-@contextmanager
-def _work_dir(named: Path | None) -> Iterator[Path]:
-    if named is not None:
-        named.mkdir(parents=True, exist_ok=True)
-        yield named.absolute()
-        return
-    # Short: the sockets of an MPS daemon lie in it.
-    with tempfile.TemporaryDirectory(prefix="mt-", dir="/tmp") as folder:
-        yield Path(folder)
 
 
 def _end_signals() -> list[signal.Signals]:

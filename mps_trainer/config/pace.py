@@ -43,7 +43,7 @@ class PaceTuning(Section):
     pause_on_prefill: bool = Field(
         False, description="no step after an iteration that computed prompts, until one computes none"
     )
-    owed_batches: int = Field(8, ge=1, description="batches whose steps may wait; older steps are skipped")
+    owed_batches: int = Field(8, ge=1, le=10**6, description="batches whose steps may wait; older steps are skipped")
 
     @model_validator(mode="after")
     def _all_have_a_say(self) -> PaceTuning:

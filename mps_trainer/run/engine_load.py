@@ -70,7 +70,8 @@ def share_load(run_dir: Path, other: Path) -> None:
     target.mkdir(mode=0o700, exist_ok=True)
     for said in load_folder(run_dir).glob(f"{_PREFIX}*"):
         # Written in place, so both names show what it says now; the lock is the file's and not the name's.
-        with contextlib.suppress(FileExistsError):
+        # There already, or its engine has just ended.
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
             (target / said.name).hardlink_to(said)
 
 
@@ -213,15 +214,17 @@ class LoadReader:
             os.close(self._open.popitem()[1].descriptor)
 
     def _take(self, name: str) -> None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            # Not to be waited for, whatever has that name: a pipe would never open.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self._folder / name, flags)
             try:
                 if not is_descriptor_held(descriptor):
                     self._remove(name)
                     os.close(descriptor)
                     return
                 header = json.loads(os.pread(descriptor, _HEADER_BYTES, 0))
-                gpus, sure = header.get("gpus") or [], bool(header.get("sure"))
+                gpus, sure = tuple(map(str, header.get("gpus") or ())), bool(header.get("sure"))
             except BaseException:
                 os.close(descriptor)
                 raise

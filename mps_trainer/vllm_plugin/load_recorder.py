@@ -1,7 +1,7 @@
 """An entry point in vLLM's group `vllm.stat_logger_plugins`: notes each request of a real run, for the benchmark.
 
     MPS_TRAINER_RECORD_LOAD=FOLDER mps-trainer run trinity.yaml
-    FOLDER/requests-<pid>-<engine>.jsonl  > scripts/make_load_trace.py > a trace for `mps-trainer bench --trace`
+    FOLDER/requests-<pid>-<engine>-<random>.jsonl  > scripts/make_load_trace.py > a trace for `bench --trace`
 
 A line is {"arrival_s", "end_s", "prompt_tokens", "response_tokens"}, seconds on the engine's own clock. Without the
 variable the class does not exist, and vLLM's statistics stay as they are.
@@ -13,6 +13,7 @@ import importlib
 import json
 import logging
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def recorder_class(folder: Path) -> type:
         """Never raises: a record that cannot be written is told once, and ends."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            self._path: Path | None = folder / f"requests-{os.getpid()}-{engine_index}.jsonl"
+            # In a container the next run's engine has the same PID, and its clock may begin anew.
+            name = f"requests-{os.getpid()}-{engine_index}-{secrets.token_hex(4)}.jsonl"
+            self._path: Path | None = folder / name
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *rest: Any, **words: Any) -> None:
             if self._path is None or iteration_stats is None or not iteration_stats.finished_requests:

@@ -103,6 +103,15 @@ def test_what_ends_all_before_anything_was_measured_is_raised(
         run(tmp_path)
 
 
+def test_a_disk_that_ends_all_before_anything_was_measured_is_said_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(28, "No space left on device")
+    monkeypatch.setattr(MadeUpSession, "ends", {"A": error, "token_outlier": error})
+    with pytest.raises(RunError, match=r"nothing was measured: .*No space left"):
+        run(tmp_path)
+
+
 def test_each_round_is_on_disk_when_it_ends(tmp_path: Path) -> None:
     saved, seen = Saved(tmp_path / "deep" / "out"), []
 

@@ -84,3 +84,45 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path) -> None:
         read_requests([path])
     with pytest.raises(ConfigError, match="no request was recorded"):
         read_requests([])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("arrival_s", "NaN"), ("end_s", "Infinity"), ("end_s", "-1"), ("arrival_s", '"x"'), ("response_tokens", "-3"),
+     ("prompt_tokens", "null"), ("response_tokens", "Infinity")],
+)  # fmt: skip
+def test_a_request_that_cannot_have_been_is_named(tmp_path: Path, name: str, value: str) -> None:
+    row = {"arrival_s": "0.0", "end_s": "1.0", "prompt_tokens": "1", "response_tokens": "1", name: value}
+    path = tmp_path / "requests.jsonl"
+    path.write_text("{" + ", ".join(f'"{key}": {said}' for key, said in row.items()) + "}\n")
+    with pytest.raises(ConfigError, match="line 1 is no request"):
+        read_requests([path])
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="line 1 is no request"):
+        read_requests([path])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("arrival_s", "NaN"), ("arrival_s", "Infinity"), ("gap_s", "NaN"), ("gap_s", "1e300"), ("response_tokens", "1e12"),
+     ("response_tokens", "Infinity"), ("batch", "Infinity")],
+)  # fmt: skip
+def test_a_trace_that_would_never_end_is_refused(tmp_path: Path, name: str, value: str) -> None:
+    row = {"batch": "0", "arrival_s": "0", "gap_s": "0", "prompt_tokens": "1", "response_tokens": "1", name: value}
+    path = tmp_path / "trace.jsonl"
+    path.write_text("{" + ", ".join(f'"{key}": {said}' for key, said in row.items()) + "}\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        read_trace(path)
+
+
+def test_two_engines_with_one_pid_have_files_of_their_own_with_a_stand_in_for_vllm(
+    recorder: Any, tmp_path: Path
+) -> None:
+    again = type(recorder)(None, 0)
+    for one in (recorder, again):
+        one.record(None, SimpleNamespace(finished_requests=[finished(1, 1)]))
+    assert len(list((tmp_path / "load").iterdir())) == 2

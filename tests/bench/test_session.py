@@ -184,9 +184,17 @@ def test_the_budget_ends_with_fewer_rounds_and_says_so(monkeypatch: pytest.Monke
 
 
 def test_a_round_that_the_budget_cuts_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, log = session(monkeypatch, 2.5, "--rounds", "5", "--batches", "1")
+    one, log = session(monkeypatch, 100.0, "--rounds", "5", "--batches", "1")
+    run = MadeUp.run
+
+    def slow_from_the_second_round_on(self: MadeUp, batch: Any, timeout_s: float) -> BatchResult:
+        assert self.clock is not None
+        self.clock.now += 60.0 if log.count("batch plain") > 4 else 0.0
+        return run(self, batch, timeout_s)
+
+    monkeypatch.setattr(MadeUp, "run", slow_from_the_second_round_on)
     [found] = one.run()
-    assert (found["rounds"], found["windows"]) == (0, [])
+    assert (found["rounds"], len(found["windows"])) == (1, 3)
     assert "left out" in found["cut"]
     assert log[-1] == "out"
 
@@ -282,3 +290,51 @@ def test_windows_of_a_paced_arm_say_what_the_pace_went_by(monkeypatch: pytest.Mo
     assert {w["arm"]: w.get("pace_source") for w in found["windows"]} == {
         "none": None, "cpu-in-operator": None, "sidecar-cpu": "nvml"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RunError("the engine has ended"), OSError("no room")])
+def test_what_ends_the_first_round_is_raised_so_that_earlier_results_stay(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    one, log = session(monkeypatch, 1e6, "--rounds", "2", "--batches", "1")
+    batches = []
+
+    def run(self: MadeUp, batch: Any, timeout_s: float) -> BatchResult:
+        batches.append(batch)
+        if len(batches) == 3:
+            raise error
+        return BatchResult(0.0, 1.0, batch.tokens, "d", 0, (1.0, 3.0), (4, 1))
+
+    monkeypatch.setattr(MadeUp, "run", run)
+    with pytest.raises(type(error)):
+        one.run()
+    assert one.rounds == 0
+    assert [line for line in log if line.startswith("close")] == [
+        "close plain",
+        "close sidecar-cpu",
+        "close cpu-in-operator",
+    ]
+    assert log[-1] == "out"
+
+
+def test_a_budget_that_ends_in_the_first_round_says_so_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, log = session(monkeypatch, 7.0, "--rounds", "2", "--batches", "1")
+    with pytest.raises(RunError, match="the budget ended") as caught:
+        one.run()
+    assert "--budget-s" in str(caught.value.todo)
+    assert log[-1] == "out"
+
+
+def test_a_trainer_that_the_disk_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = session(monkeypatch, 1e6, "--rounds", "1", "--batches", "1")
+    start = MadeUp.start
+
+    def refused(self: MadeUp) -> None:
+        if self.name == "sidecar-cpu":
+            raise OSError(28, "No space left on device")
+        start(self)
+
+    monkeypatch.setattr(MadeUp, "start", refused)
+    [found] = one.run()
+    assert found["rounds"] == 1
+    assert "No space left" in found["not_started"]["sidecar-cpu"]

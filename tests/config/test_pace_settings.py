@@ -26,6 +26,8 @@ def test_without_a_word_there_is_no_pace():
         ({"pace": "auto", "min_steps_per_batch": 9}, ["min_steps_per_batch is 9", "steps_per_batch 4"]),
         ({"max_rollout_slowdown": 0.01}, ["max_rollout_slowdown goes with pace: on or auto", "pace is off"]),
         ({"pace": False, "min_steps_per_batch": 3}, ["min_steps_per_batch goes with pace"]),
+        # More than a sidecar could count to.
+        ({"pace": "on", "pace_tuning": {"owed_batches": 10**19}}, ["pace_tuning.owed_batches", "1000000"]),
         ({"pace_tuning": {"margin": 0.5}}, ["pace_tuning goes with pace: on or auto"]),
         (
             {"pace": "on", "min_steps_per_batch": 3, "schedule": {"train": "continuous"}},

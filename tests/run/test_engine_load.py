@@ -1,17 +1,20 @@
 """The file in which an engine says how busy it is."""
 
+import contextlib
 import errno
 import os
 import signal
 import stat
 import struct
 import time
+from pathlib import Path
 
 import pytest
 
 from mps_trainer.launcher.leftovers import remove_leftovers
 from mps_trainer.run import run_paths
-from mps_trainer.run.engine_load import LoadFile, LoadReader, load_folder
+from mps_trainer.run.engine_load import LoadFile, LoadReader, load_folder, share_load
+from mps_trainer.run.locks import hold_descriptor
 
 
 @pytest.fixture
@@ -33,6 +36,15 @@ def folder(tmp_path, monkeypatch):
 
 def said(run_dir):
     return sorted(os.listdir(load_folder(run_dir)))
+
+
+def opened(run_dir):
+    """Descriptors of this process in the folder."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [target for target in found if target.startswith(str(load_folder(run_dir)))]
 
 
 def test_a_reader_sees_what_an_engine_has_written_and_nothing_before(folder):
@@ -70,6 +82,61 @@ def test_an_engine_that_is_silent_has_no_requests_but_keeps_its_totals(folder):
     file.write(7, 7, 5, 0)
     load = reader().read(silent_s=0.0)
     assert (load.running, load.waiting, load.tokens) == (0, 0, 5)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder):
+    path, reader = folder
+    one = reader()
+    load_folder(path).mkdir()
+    os.mkfifo(load_folder(path) / "load-1-0-aa")
+
+    def hangs(*_):
+        raise AssertionError("it waits for somebody who writes")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(20)
+    try:
+        one.find()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert not one.knows_any
+    assert said(path) == []
+
+
+@pytest.mark.parametrize("header", [b"", b"[]", b'"x"', b'{"gpus": 5}', b'{"gpus": {"a": 1}}', b"\xff", b"["])
+def test_a_header_that_is_none_is_not_believed_and_costs_no_descriptor(folder, header):
+    path, reader = folder
+    one = reader("GPU-a")
+    load_folder(path).mkdir()
+    descriptor = os.open(load_folder(path) / "load-1-0-aa", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        hold_descriptor(descriptor)
+        os.write(descriptor, header.ljust(576))
+        one.find()
+        one.find()
+        assert len(opened(path)) == 1, "ours"
+        assert not one.knows_any
+    finally:
+        os.close(descriptor)
+
+
+def test_sharing_what_engines_say_passes_over_one_that_has_just_ended(folder, monkeypatch):
+    path, _ = folder
+    other = path.with_name("dcba4321")
+    share_load(path, other)
+    assert list(load_folder(other).iterdir()) == [], "no engine has said anything yet"
+    gone, stays = LoadFile(path, 0, ()), LoadFile(path, 1, ())
+    links = Path.hardlink_to
+
+    def link(name, target):
+        gone.close()
+        links(name, target)
+
+    monkeypatch.setattr(Path, "hardlink_to", link)
+    share_load(path, other)
+    assert len(list(load_folder(other).iterdir())) == 1
+    stays.close()
 
 
 def test_a_torn_sample_is_no_word(folder):

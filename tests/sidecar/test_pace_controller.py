@@ -167,3 +167,9 @@ def test_training_pauses_while_prompts_are_computed_if_that_is_asked_for(*, paus
     late = allowed[100:]
     assert all(may for computing, may in late if not computing)
     assert all(may != pauses for computing, may in late if computing)
+
+
+def test_a_tiny_window_is_no_reason_to_ask_without_a_rest() -> None:
+    controller = Controller(0.03, PaceTuning(shortest_window=1e-9, longest_window=1e-9))
+    assert not controller.may_step(1.0, EngineLoad(1.0, 200, 0, 1, 1, 0))
+    assert controller.rest_s() >= 1e-3

@@ -121,7 +121,7 @@ class Controller:
 
     def rest_s(self) -> float:
         """After a no: seconds until it is worth asking again. Short, for the windows are measured by asking."""
-        return min(_ASK_AGAIN_S, self._window_s / 4)
+        return min(_ASK_AGAIN_S, max(_ASK_AGAIN_S / 10, self._window_s / 4))
 
     @property
     def busy(self) -> bool:
