@@ -40,7 +40,7 @@ from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
 from mps_trainer.sidecar.noting import Note
 from mps_trainer.sidecar.own_files import OwnFiles
-from mps_trainer.sidecar.pace.gate import pace_for
+from mps_trainer.sidecar.pace.named import pace_for
 from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.picture import Picture
 from mps_trainer.sidecar.publishing import snapshots_for
@@ -81,7 +81,7 @@ class Sidecar:
         on_attach = self._ring.attach if self._ring is not None else None
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
         self._dropped = Dropped(self._hub)
-        self._pace = pace_for(record, settings, self._learner)
+        self._pace = pace_for(record, settings, self._learner, self._note)
         self._picture = Picture(own, learning, self._hub, self._dropped, self._answering, self._pace)
         self._steps = Steps(self._learner, self._aside, self._report, self._before_step, self._pace)
         ending.listen(self._hub.wake)

@@ -23,6 +23,11 @@ class Note:
         self.beat = self._file.beat
         self.close = self._file.close
 
+    @property
+    def at(self) -> Stage:
+        """What was said last."""
+        return self._file.at
+
     def waiting(self) -> None:
         """Nothing is in work."""
         self._file.stage(Stage.WAITING)
