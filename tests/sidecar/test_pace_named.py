@@ -55,9 +55,13 @@ def test_what_fails_in_the_pace_is_told_as_the_pace_and_sets_nothing_aside(
     note = Note(tmp_path, 16)
     pace = NamedPace(gate, note, learner)
     monkeypatch.setattr(type(gate), broken, fail)
-    with pytest.raises(KeyError, match="of the pace"):
+
+    def take_and_work() -> None:
         take(learner, note)
         work(pace, learner, note)
+
+    with pytest.raises(KeyError, match="of the pace"):
+        take_and_work()
     note.close()
     said = Autopsy(tmp_path, steps_recur=False).judge(CRASHED)
     assert said == "; it was in the pace, which decides when to train"

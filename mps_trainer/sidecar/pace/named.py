@@ -1,7 +1,7 @@
 """The pace, with its own name in the file `doing` while it is asked.
 
-An error there, or a kill in that moment, is none of the experiences' doing: without this the stage before (a record that
-is taken into the replay buffer, a step) would be told as what was at work, and would be set aside the second time.
+An error there, or a kill in that moment, is none of the experiences' doing: without this the stage before (a record
+that is taken into the replay buffer, a step) would be told as what was at work, and set aside the second time.
 """
 
 from __future__ import annotations
