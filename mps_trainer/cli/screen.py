@@ -78,7 +78,7 @@ def rows(subject: Subject, figures: Figures, *, alive: bool) -> list[Row]:
         ("loss", _course(status.loss, status.first_loss, figures.losses), ""),
         ("AUC", _course(status.auc, status.first_auc, figures.aucs), ""),
         ("backlog", _backlog(status), _TROUBLE if status.backlog_age_s > _OLD_S else ""),
-        ("drops", _drops(status, figures), _TROUBLE if status.lost_oldest + status.lost_newest else ""),
+        ("drops", _drops(status, figures), _TROUBLE if _lost(status, figures) else ""),
         ("scores", _scores(status, figures), ""),
         *([("pace", _pace(status), _TROUBLE if status.pace_note else "")] if status.pace_source else []),
         ("memory", _memory(status), ""),
@@ -102,7 +102,7 @@ def one_line(subject: Subject, figures: Figures, *, alive: bool) -> str:
         f"auc {_number(status.auc)}",
         f"backlog {status.backlog}",
         f"removed {figures.removed or 0}",
-        f"lost {status.lost_oldest + status.lost_newest}",
+        f"lost {_lost(status, figures)}",
         f"restarts {status.restarts}",
     ]
     return "  ".join(parts)
@@ -163,7 +163,12 @@ def _backlog(status: Status) -> str:
 
 def _drops(status: Status, figures: Figures) -> str:
     removed = f"{figures.removed or 0:,} of {figures.seen:,} by the operator, " if figures.seen else ""
-    return f"{removed}{status.lost_oldest + status.lost_newest:,} lost to a full ring"
+    return f"{removed}{_lost(status, figures):,} lost to a full ring"
+
+
+def _lost(status: Status, figures: Figures) -> int:
+    # Without a sidecar only the operators count, and one of before `lost_here_total` only the sidecar.
+    return max(status.lost_oldest + status.lost_newest, figures.lost or 0)
 
 
 def _scores(status: Status, figures: Figures) -> str:

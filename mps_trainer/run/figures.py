@@ -33,6 +33,7 @@ class Figures:
         losses, aucs: of the last batches, oldest first; the AUC before training on the batch.
         seen, removed, late: experiences that the operators saw, took out (filter, late), got no score for in time; over
             all operators that the run has had.
+        lost: experiences that never reached a sidecar, as the operators count: a sidecar's own count ends with it.
         score_wait_ms_p50, score_wait_ms_p99: of the last batches, from the request to the scores, as the operator saw;
             the sidecar's where the operator has told nothing yet.
         score_age_s: how long ago the model that gave the last scores had been trained last.
@@ -47,6 +48,7 @@ class Figures:
     seen: int | None = None
     removed: int | None = None
     late: int | None = None
+    lost: int | None = None
     score_wait_ms_p50: float | None = None
     score_wait_ms_p99: float | None = None
     score_age_s: float | None = None
@@ -91,6 +93,7 @@ class Watcher:
             seen=totals.total("seen_total"),
             removed=totals.total("removed_total"),
             late=totals.total("late_total"),
+            lost=totals.total("lost_here_total"),
             score_wait_ms_p50=_quantile(waits, 0.5) if waits else own.get("p50"),
             score_wait_ms_p99=_quantile(waits, 0.99) if waits else own.get("p99"),
             score_age_s=own.get("age"),

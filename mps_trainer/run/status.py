@@ -51,6 +51,7 @@ class Status:
             where the operator scores by itself.
         replay_size: experiences in the replay buffer.
         lost_oldest, lost_newest: experiences that never arrived, by the back-pressure policy that dropped them.
+        lost_oldest_gone, lost_newest_gone: of those, what operators had dropped whose channels are removed.
         backlog, backlog_age_s: records sent and not yet taken, and how long ago the oldest unread one was sent.
         memory_bytes: resident size of the process. gpu_memory_bytes: the most that its tensors have taken on the GPU;
             None on the CPU. memory_cap_bytes: the reservation; on the CPU a wish (`memory`), None without one.
@@ -90,6 +91,8 @@ class Status:
     replay_size: int = 0
     lost_oldest: int = 0
     lost_newest: int = 0
+    lost_oldest_gone: int = 0
+    lost_newest_gone: int = 0
     backlog: int = 0
     backlog_age_s: float = 0.0
     memory_bytes: int = 0

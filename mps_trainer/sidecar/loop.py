@@ -80,7 +80,7 @@ class Sidecar:
         self._ring = learning.ring
         on_attach = self._ring.attach if self._ring is not None else None
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
-        self._dropped = Dropped(self._hub)
+        self._dropped = Dropped(self._hub, own.status)
         self._pace = pace_for(record, settings, self._learner, self._note)
         self._picture = Picture(own, learning, self._hub, self._dropped, self._answering, self._pace)
         self._steps = Steps(self._learner, self._aside, self._report, self._before_step, self._pace)
@@ -269,5 +269,7 @@ class Sidecar:
                 self._ending.operator_seen()
         if self._pause.engine_is_starting:
             self._ending.engine_seen()
-        self._dropped.reap()
+        if self._dropped.reap():
+            # A successor has that from the status alone.
+            self._picture.save()
         self._picture.refresh()
