@@ -274,12 +274,15 @@ class Feeder:
     def _look_at_status(self) -> None:
         """Read the sidecar's own word, which stays in the run folder when the run's other files are gone."""
         assert self.run_dir is not None
+        assert self._paths is not None
         try:
-            self._status = Status.load(self.run_dir)
+            self._status = Status.load(self.run_dir, self._paths.spare_status)
         except RunError:
             return
         if self._status.state is State.FAILED:
             self._say_once(f"the sidecar has failed; experiences pass on without it: {self._status.error}")
+        if self._status.trouble:
+            self._say_once(f"the sidecar: {self._status.trouble}")
         if self._status.state is State.PAUSED:
             self._say_once(f"the sidecar waits; experiences pass on without it: {self._status.error}")
 

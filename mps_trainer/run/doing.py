@@ -124,10 +124,16 @@ class DoingFile:
         self._slot = 0
         #: What was said last.
         self.at = Stage.WAITING
+        self._path = run_dir / _FILE
         self._descriptor = -1
+        self.open()
+
+    def open(self) -> None:
+        """Begin the file; also again, after somebody has removed it."""
+        self.close()
         with contextlib.suppress(OSError):
             self._descriptor = os.open(
-                run_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
             os.posix_fallocate(self._descriptor, 0, _SLOTS_AT + 2 * self._room)
         self.beat()

@@ -60,10 +60,15 @@ class Figures:
 
 
 class Watcher:
-    """Looks at one run folder again and again."""
+    """Looks at one run folder again and again.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        spare: where the status of a live run stands while its folder refuses it.
+    """
+
+    def __init__(self, run_dir: Path, spare: Path | None = None) -> None:
         self.run_dir = run_dir
+        self._spare = spare
         self._metrics = Tail(run_dir / "metrics.jsonl")
         self._operator = Tail(run_dir / "operator.jsonl")
         self._status: Status | None = None
@@ -75,7 +80,7 @@ class Watcher:
 
     def look(self) -> Figures:
         """Read what is new. Between two lives of a sidecar the last known figures stay."""
-        self._status = Status.peek(self.run_dir) or self._status
+        self._status = Status.peek(self.run_dir, self._spare) or self._status
         for line in self._metrics.read():
             self._take(line)
         for line in self._operator.read():

@@ -45,6 +45,7 @@ from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.picture import Picture
 from mps_trainer.sidecar.publishing import snapshots_for
 from mps_trainer.sidecar.ready import ReadyPipe
+from mps_trainer.sidecar.run_folder import RunFolder
 from mps_trainer.sidecar.saving import Saving
 from mps_trainer.sidecar.startup import Learning
 from mps_trainer.sidecar.steps import Steps
@@ -74,6 +75,7 @@ class Sidecar:
         self._answering = Answering(self._learner, self._report, self._snapshots)
         self._note = Note(own.run_dir, settings.batch_size)
         self._saving = Saving(learning, own, self._note, settings.checkpoint_every)
+        self._folder = RunFolder(own, self._journal, self._metrics, self._note, self._saving.save)
         self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
         self._trainer.on_part = self._note.beat
         self._aside = learning.aside
@@ -109,8 +111,10 @@ class Sidecar:
                     self._take_records(limit=64)
                 self._snapshots.publish_if_due()
             self._look_around()
+            self._folder.look()
         _log.info("ending: %s", self._ending.reason)
         self._picture.set_state(State.DRAINING)
+        self._folder.look(at_once=True)
         self._behind = True  # Of a journal that grows now the size says nothing.
         drain = Drain(
             self, self._learning, self._hub, self._pace, self._note, self._saving, paused=lambda: self._pause.is_on

@@ -21,6 +21,7 @@ class Note:
         self._file = DoingFile(run_dir, batch_size)
         self.stage = self._file.stage
         self.beat = self._file.beat
+        self.begin_again = self._file.open
         self.close = self._file.close
 
     @property
