@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from pathlib import Path
 
 from mps_trainer.run import RunRecord
@@ -16,6 +17,7 @@ from mps_trainer.run.made_again import OwnLog, make_again
 from mps_trainer.run.private_files import write_private
 
 log = logging.getLogger("mps_trainer.supervisor")
+_SETTINGS = "settings.json"
 
 
 class RunFolder:
@@ -29,12 +31,18 @@ class RunFolder:
 
     def look(self) -> None:
         """Make it again if it is gone, or what we print into is; tried anew at each look. Two system calls."""
-        if self._run_dir.is_dir() and not self._log.is_gone:
+        settings = self._run_dir / _SETTINGS
+        # Not Path.is_dir, which raises what a sick file server answers.
+        whole = os.path.isdir(self._run_dir)
+        if whole and not self._log.is_gone:
             return
         try:
-            said = make_again(self._run_dir)
+            said = "supervisor.log was removed or moved; here it begins again"
+            if not (whole and settings.exists()):
+                said = make_again(self._run_dir)
+                write_private(settings, json.dumps(self._record.settings, indent=2) + "\n")
+                link_latest(self._run_dir)
             self._log.begin_again()
-            self._write_what_we_know()
         except OSError as error:
             if str(error) != self._why_not:
                 log.error("the run folder %s was removed and cannot be made again: %s", self._run_dir, error)
@@ -42,10 +50,6 @@ class RunFolder:
         else:
             self._why_not = ""
             log.error("%s", said)
-
-    def _write_what_we_know(self) -> None:
-        write_private(self._run_dir / "settings.json", json.dumps(self._record.settings, indent=2) + "\n")
-        link_latest(self._run_dir)
 
 
 def link_latest(run_dir: Path) -> None:

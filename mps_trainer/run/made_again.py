@@ -27,8 +27,8 @@ def make_again(run_dir: Path) -> str:
     if said := was_removed(run_dir):
         return said
     text = (
-        f"the run folder was removed at {time.strftime('%H:%M:%S')} while the run lived and made again: earlier logs, "
-        "metrics and checkpoints are gone; what has been learnt is saved in a new checkpoint if a sidecar lived"
+        f"the run folder or files in it were removed at {time.strftime('%H:%M:%S')} while the run lived, and made "
+        "again: earlier logs, metrics and checkpoints are gone; a sidecar that lived has saved all it knew in a new one"
     )
     write_private(run_dir / _WORD, text + "\n")
     return text
@@ -41,10 +41,12 @@ def was_removed(run_dir: Path) -> str:
     return ""
 
 
-def is_same_file(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one at `path`."""
+def is_gone(descriptor: int, path: Path) -> bool:
+    """Whether an open file is no more the one at `path`; False where nobody can tell (a stale file server)."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
+        return not os.path.samestat(os.fstat(descriptor), path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        return True
     except OSError:
         return False
 
@@ -54,12 +56,12 @@ class OwnLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_ours = is_same_file(2, path)
+        self._is_ours = path.exists() and not is_gone(2, path)
 
     @property
     def is_gone(self) -> bool:
         """Whether what is printed goes into a file that is not there any more."""
-        return self._is_ours and not is_same_file(2, self._path)
+        return self._is_ours and is_gone(2, self._path)
 
     def begin_again(self) -> None:
         """Print into a new file from now on, if the old one is gone."""

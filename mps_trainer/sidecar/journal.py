@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.errors import RunError
-from mps_trainer.run.made_again import is_same_file
+from mps_trainer.run.made_again import is_gone
 from mps_trainer.run.private_files import write_private
 
 _log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Journal:
     @property
     def is_in_place(self) -> bool:
         """Whether the file that is written is still there under its name."""
-        return is_same_file(self._descriptor, self._path(self._number))
+        return not is_gone(self._descriptor, self._path(self._number))
 
     def begin_again(self) -> bool:
         """After the files were removed: a new one; whether records had not been read. OSError when the disk refuses."""

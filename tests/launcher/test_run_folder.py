@@ -32,7 +32,7 @@ def test_the_supervisor_makes_it_again_and_the_run_goes_on(write_config: Write, 
     wait_for(lambda: run.paths.run_file.exists() and "start" in _text(run.run_dir / "fake.log"), "a second sidecar")
     wait_for(lambda: (found := Status.peek(run.run_dir)) is not None and found.state is State.READY, "READY")
     log = (run.run_dir / "supervisor.log").read_text()
-    assert "the run folder was removed at " in log
+    assert "the run folder or files in it were removed at " in log
     assert "Traceback" not in log
     assert run.stop() is Ended.BY_ITSELF
     assert list_runs() == []
@@ -80,6 +80,15 @@ def test_a_status_that_the_run_folder_refuses_is_read_from_the_spare_place(tmp_p
     assert Status.load(tmp_path / "gone", paths.spare_status).state is State.STOPPED
 
 
+def test_a_log_that_somebody_moves_is_begun_again_and_nothing_else_is_claimed(write_config: Write, fake: Fake) -> None:
+    run = start_run(prepare(write_config()), sidecar_command=fake("good"))
+    log = run.run_dir / "supervisor.log"
+    log.rename(log.with_suffix(".old"))
+    wait_for(lambda: "begins again" in _text(log), "a new log")
+    assert not (run.run_dir / "removed").exists()
+    assert run.stop() is Ended.BY_ITSELF
+
+
 def test_what_cannot_be_made_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +107,7 @@ def test_what_cannot_be_made_is_said_once(
     assert caplog.text.count("cannot be made again") == 1
     for _ in range(3):
         folder.look()
-    assert caplog.text.count("while the run lived and made again") == 1
+    assert caplog.text.count("while the run lived, and made again") == 1
 
 
 def _text(path: Path) -> str:

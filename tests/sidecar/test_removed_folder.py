@@ -34,16 +34,16 @@ def test_real_sidecar_saves_again_what_was_removed_and_a_successor_goes_on_from_
         assert run.run_dir.stat().st_mode & 0o777 == 0o700
         send(1)
         wait_until(lambda: (found := Status.peek(run.run_dir)) is not None and found.batches == 2)
-        assert "the run folder was removed at " in run.status().trouble
+        assert "the run folder or files in it were removed at " in run.status().trouble
         assert "cannot be written" not in run.status().trouble
         assert not run.paths.spare_status.exists()
-        assert "while the run lived and made again" in run.log()
+        assert "while the run lived, and made again" in run.log()
         child.kill()
         child.wait(10)
         # Of the second batch only the new journal knows.
         child, _ = run.start()
         wait_until(lambda: run.status().experiences == 100 and run.status().version == 4)
-        assert "the run folder was removed at " in run.status().trouble
+        assert "the run folder or files in it were removed at " in run.status().trouble
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == OK
     assert run.status().state is State.STOPPED
