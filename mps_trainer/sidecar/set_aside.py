@@ -57,10 +57,11 @@ class SetAside:
         self._keep(f"record-{name.channel.strip('/').replace('/', '_')}-{name.seq}-{name.sent_ns}", verdict, batch)
         return True
 
-    def guard(self, replay: ReplayBuffer) -> None:
-        """From now on nothing that is banned comes in; what is in leaves before the next step."""
+    def guard(self, replay: ReplayBuffer) -> SetAside:
+        """From now on nothing that is banned comes in; what is in leaves before the next step. Gives itself."""
         if self._banned:
             replay.bar(self._banned, self._kept_out)
+        return self
 
     def before_step(self, learner: Learner) -> None:
         """Take what is banned out of the replay buffer; cheap while nothing new has come in."""

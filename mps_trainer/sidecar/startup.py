@@ -173,8 +173,6 @@ def build_learning(
     learner = Learner(trainer, replay, settings, staging.start if staging else None)
     run_dir = Path(record.run_dir)
     resumed_from, position = _resume(run_dir, learner, columns)
-    aside = SetAside(run_dir)
-    aside.guard(replay)
     journal = Journal(run_dir / "journal", *position)
     # A predecessor may have been killed before it did.
     journal.drop_before(oldest_position(run_dir / "checkpoints", position[0]))
@@ -186,7 +184,7 @@ def build_learning(
         keep_checkpoints=settings.keep_checkpoints,
         resumed_from=resumed_from,
         ring=ring,
-        aside=aside,
+        aside=SetAside(run_dir).guard(replay),
         memory_cap=shared.placement.pool if shared is not None else settings.memory,
     )
 
