@@ -145,5 +145,9 @@ def report(
     for label, text in describe(found):
         show.line(f"{label:12} {text}")
     if found.batches:
-        show.line(f"{'picture':12} {plot(run_dir, png or run_dir / 'report.png')}")
+        try:
+            show.line(f"{'picture':12} {plot(run_dir, png or run_dir / 'report.png')}")
+        except RunError as error:
+            # metrics.jsonl is lost; the rest is told all the same.
+            show.line(f"{'picture':12} none: {error.message}")
     show.line(f"{'page':12} {write_page(run_dir, html or run_dir / 'report.html')}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 28
 # The sidecar writes its status every second; one that is in a long step, or hangs, does not.
 _OLD_S = 5.0
+#: Less than a checkpoint of the smallest task needs.
+_LITTLE_ROOM = 2**20
 _PROVEN = (State.READY, State.PAUSED, State.DRAINING)
 _OVER = (State.STOPPED, State.FAILED)
 _STATE_STYLES = {State.READY: "green", State.STOPPED: "", State.FAILED: "bold red"}
@@ -78,12 +81,12 @@ def rows(subject: Subject, figures: Figures, *, alive: bool) -> list[Row]:
         ("loss", _course(status.loss, status.first_loss, figures.losses), ""),
         ("AUC", _course(status.auc, status.first_auc, figures.aucs), ""),
         ("backlog", _backlog(status), _TROUBLE if status.backlog_age_s > _OLD_S else ""),
-        ("drops", _drops(status, figures), _TROUBLE if status.lost_oldest + status.lost_newest else ""),
+        ("drops", _drops(status, figures), _TROUBLE if _lost(status, figures) else ""),
         ("scores", _scores(status, figures), ""),
         *([("pace", _pace(status), _TROUBLE if status.pace_note else "")] if status.pace_source else []),
         ("memory", _memory(status), ""),
         ("mps", _membership(subject, status, figures), ""),
-        *_trouble(subject, status),
+        *_trouble(subject, status, alive),
         _folder(subject),
     ]
 
@@ -102,7 +105,7 @@ def one_line(subject: Subject, figures: Figures, *, alive: bool) -> str:
         f"auc {_number(status.auc)}",
         f"backlog {status.backlog}",
         f"removed {figures.removed or 0}",
-        f"lost {status.lost_oldest + status.lost_newest}",
+        f"lost {_lost(status, figures)}",
         f"restarts {status.restarts}",
     ]
     return "  ".join(parts)
@@ -163,7 +166,12 @@ def _backlog(status: Status) -> str:
 
 def _drops(status: Status, figures: Figures) -> str:
     removed = f"{figures.removed or 0:,} of {figures.seen:,} by the operator, " if figures.seen else ""
-    return f"{removed}{status.lost_oldest + status.lost_newest:,} lost to a full ring"
+    return f"{removed}{_lost(status, figures):,} lost to a full ring"
+
+
+def _lost(status: Status, figures: Figures) -> int:
+    # Without a sidecar only the operators count, and one of before `lost_here_total` only the sidecar.
+    return max(status.lost_oldest + status.lost_newest, figures.lost or 0)
 
 
 def _scores(status: Status, figures: Figures) -> str:
@@ -206,8 +214,8 @@ def _membership(subject: Subject, status: Status, figures: Figures) -> str:
     return f"on; the sidecar is {sidecar}; {engines}"
 
 
-def _trouble(subject: Subject, status: Status) -> list[Row]:
-    found = [text for text in (status.error, status.trouble) if text]
+def _trouble(subject: Subject, status: Status, alive: bool) -> list[Row]:
+    found = [text for text in (status.error, status.trouble, _room(subject.run_dir) if alive else "") if text]
     if status.ring_registered is False:
         found.append("ring_registered is False, so batches reach the GPU slowly; sidecar.log says what to raise")
     if status.state is State.WAITING:
@@ -220,6 +228,17 @@ def _trouble(subject: Subject, status: Status) -> list[Row]:
         damaged = f"{status.damaged_records:,} damaged stretches of the journal were skipped and are kept"
         found.append(f"{damaged} in {subject.run_dir / 'journal'}")
     return [("note" if i == 0 else "", text, _TROUBLE) for i, text in enumerate(found)]
+
+
+def _room(run_dir: Path) -> str:
+    """That the disk is full or the folder gone, seen from here: then the sidecar may not be able to say it."""
+    try:
+        free = shutil.disk_usage(run_dir).free
+    except FileNotFoundError:
+        return "the run folder is not there any more"
+    except OSError as error:
+        return f"the run folder cannot be looked at: {error.strerror}"
+    return "" if free >= _LITTLE_ROOM else f"the disk of the run folder is full: {format_size(free)} free"
 
 
 def _folder(subject: Subject) -> Row:

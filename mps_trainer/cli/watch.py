@@ -14,6 +14,7 @@ from rich.text import Text
 
 from mps_trainer.cli import screen, show
 from mps_trainer.cli.screen import Subject
+from mps_trainer.run import run_paths
 from mps_trainer.run.figures import Figures, Watcher
 
 REFRESH_S = 1.0
@@ -29,7 +30,9 @@ class Watch:
 
     def __init__(self, subjects: Sequence[Subject], every_s: float | None = None) -> None:
         self._every_s = every_s
-        self._watched = [(subject, Watcher(subject.run_dir)) for subject in subjects]
+        self._watched = [
+            (subject, Watcher(subject.run_dir, run_paths(subject.run_id).spare_status)) for subject in subjects
+        ]
 
     def run(self, *, as_json: bool = False) -> None:
         """Until the runs end or somebody presses Ctrl-C, which ends the watching and nothing else."""

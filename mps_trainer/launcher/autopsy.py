@@ -19,9 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mps_trainer.config.pace import is_paced
-from mps_trainer.errors import RunError
 from mps_trainer.launcher.process import describe_exit
-from mps_trainer.run import RunRecord, Status, exit_codes
+from mps_trainer.run import RunRecord, Status, exit_codes, run_paths
 from mps_trainer.run.doing import WITH_EXPERIENCES, Doing, Subject, forget_doing, read_doing
 from mps_trainer.run.verdicts import Verdict, load_verdicts, save_verdicts
 
@@ -38,10 +37,12 @@ class Autopsy:
 
     Args:
         steps_recur: a successor takes the same training steps again, with the same experiences.
+        spare: where the sidecar's status stands while the run folder refuses it.
     """
 
-    def __init__(self, run_dir: Path, *, steps_recur: bool = True) -> None:
+    def __init__(self, run_dir: Path, *, steps_recur: bool = True, spare: Path | None = None) -> None:
         self._run_dir = run_dir
+        self._spare = spare
         self._steps_recur = steps_recur
         self._unsaved: list[Verdict] = []
 
@@ -51,7 +52,8 @@ class Autopsy:
         settings = record.settings
         continuous = settings.get("schedule", {}).get("train") == "continuous"
         paced = is_paced(str(settings.get("pace", "off")), record.mps)
-        return cls(Path(record.run_dir), steps_recur=not (paced or continuous))
+        spare = run_paths(record.run_id).spare_status
+        return cls(Path(record.run_dir), steps_recur=not (paced or continuous), spare=spare)
 
     def doing(self) -> str:
         """What the dead sidecar was doing, in words; "" when it said nothing."""
@@ -71,16 +73,21 @@ class Autopsy:
         if hung is not None and only_slow:
             slow = "went on when it was asked to end: too slow for hang_timeout, nothing set aside"
             return f"; it was {hung}, and {slow}"
-        if found is None or code in exit_codes.FINAL:
+        if code in exit_codes.FINAL:
             return ""
+        # An error of ours (the journal of a full disk, say) is in the log, and where people look too.
+        said = f" ({self._told().splitlines()[0]})" if code == exit_codes.CRASHED and self._told() else ""
+        if found is None:
+            return said
         if found.subject is None or found.stage not in WITH_EXPERIENCES:
-            return f"; it was {found}"
+            return f"{said}; it was {found}"
         at_once = hung is not None or code in _OWN_CRASHES or (code > 0 and code != exit_codes.CRASHED)
         cause = self._cause(code) if hung is None else "it hung"
         verdict = self._count(found, found.subject, cause, at_once)
         why = f" ({cause.splitlines()[0].partition(' (experiences')[0]})" if code == exit_codes.GPU_FAULT else ""
+        why = why or said
         if not verdict.condemned:
-            return f"; it was {found}: set aside if that happens again"
+            return f"{why}; it was {found}: set aside if that happens again"
         found = replace(found, subject=verdict.subject)
         log.error("set aside after %d death%s: %s", verdict.deaths, "s" if verdict.deaths > 1 else "", found)
         return f"{why}; it was {found}: set aside"
@@ -124,11 +131,13 @@ class Autopsy:
 
     def _cause(self, code: int) -> str:
         if code == exit_codes.GPU_FAULT:
-            try:
-                return Status.load(self._run_dir).error or describe_exit(code)
-            except RunError:
-                pass
+            return self._told() or describe_exit(code)
         return describe_exit(code)
+
+    def _told(self) -> str:
+        """The error that the dead sidecar could still tell."""
+        status = Status.peek(self._run_dir, self._spare)
+        return "" if status is None else status.error
 
 
 def _same(one: Subject, other: Subject) -> bool:

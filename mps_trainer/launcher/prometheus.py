@@ -141,7 +141,7 @@ class RunCollector:
     def __init__(self, record: RunRecord, paths: RunPaths) -> None:
         self._record = record
         self._paths = paths
-        self._watcher = Watcher(Path(record.run_dir))
+        self._watcher = Watcher(Path(record.run_dir), paths.spare_status)
         self._guard = threading.Lock()
         self._highest: dict[tuple[str, ...], float] = {}
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from mps_trainer.run import RunRecord, State, Status
+from mps_trainer.run import RunRecord, State, Status, run_paths
 
 log = logging.getLogger("mps_trainer.supervisor")
 
@@ -17,10 +17,11 @@ class RunStatus:
     def __init__(self, record: RunRecord) -> None:
         self._record = record
         self._run_dir = Path(record.run_dir)
+        self._spare = run_paths(record.run_id).spare_status
 
     def load(self) -> Status | None:
         """What stands there; None when there is none or it is damaged."""
-        return Status.peek(self._run_dir)
+        return Status.peek(self._run_dir, self._spare)
 
     @property
     def has_stopped(self) -> bool:
@@ -34,7 +35,7 @@ class RunStatus:
         status = replace(status, state=state, pid=0, restarts=restarts, error=error)
         status.last_death = last_death or status.last_death
         try:
-            status.save(self._run_dir)
+            status.save(self._run_dir, self._spare)
         except OSError as problem:
             # A full disk is no reason to leave a sidecar and a daemon without their supervisor.
             log.error("status.json does not say %s (%s): %s", state.value, status.error, problem)

@@ -103,9 +103,11 @@ def _run_with_sidecar(prepared: Prepared, options: TrinityOptions) -> Verdict:
         with _ray(prepared.config, options, run.run_dir, run.ray_environment) as environment:
             outcome = _trinity(prepared.config, run.derived.path, run.run_dir, environment, options)
         supervisor_code = run.supervisor.poll()
+        # A status that the run folder refuses is gone with the run.
+        before = _last_status(run)
         options.progress("stopping the sidecar: it takes what is left and saves a checkpoint")
         run.stop()
-        verdict = outcome.judge(prepared.config, _last_status(run), supervisor_code)
+        verdict = outcome.judge(prepared.config, _newer(before, _last_status(run)), supervisor_code)
         return replace(verdict, notes=(*verdict.notes, f"what it learnt: mps-trainer report {run.run_dir}"))
 
 
@@ -199,6 +201,12 @@ def _pump(child: subprocess.Popen[bytes], file: BufferedWriter, sink: Sink) -> N
     # What could not be written is still in the buffer, and would be tried again.
     with contextlib.suppress(OSError):
         file.close()
+
+
+def _newer(before: Status | None, after: Status | None) -> Status | None:
+    if before is None or after is None:
+        return after or before
+    return after if after.updated >= before.updated else before
 
 
 def _last_status(run: RunHandle) -> Status | None:

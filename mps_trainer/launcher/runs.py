@@ -97,7 +97,7 @@ def _end(run: RunView, timeout_s: float) -> Ended:
 
 def _view(paths: RunPaths, record: RunRecord) -> RunView:
     try:
-        status = Status.load(Path(record.run_dir))
+        status = Status.load(Path(record.run_dir), paths.spare_status)
     except RunError:
         status = None
     holder = Holder.of(paths.supervisor_lock) if is_held(paths.supervisor_lock) else None

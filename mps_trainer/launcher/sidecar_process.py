@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from mps_trainer.errors import RunError
 from mps_trainer.launcher.process import GPU_DRAIN_SECONDS, Ended, spawn, stop
 from mps_trainer.run import RunPaths, RunRecord
 
@@ -74,6 +75,11 @@ class SidecarProcess:
             self.child: subprocess.Popen[bytes] = spawn(
                 [*command, *arguments], env=sidecar_environment(record, os.environ), log=self.log, pass_fds=ends
             )
+        except OSError as error:
+            raise RunError(
+                f"no sidecar can be started: {error}",
+                f"see that {self.log.parent} is there and can be written to; then start the run again",
+            ) from error
         finally:
             for end in ends:
                 os.close(end)

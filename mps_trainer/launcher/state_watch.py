@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Sequence
 
+from mps_trainer.launcher.run_folder import RunFolder
 from mps_trainer.launcher.run_status import RunStatus
 from mps_trainer.run import HeldLock, RunPaths, RunRecord, State
 
@@ -29,9 +30,10 @@ class StateWatch:
         self._paths = paths
         self._locks = locks
         self._could_restore = True
+        self._folder = RunFolder(record)
 
     def look(self) -> str:
-        """Restore the run file if it is gone; `lost` if that would not help."""
+        """Restore the run file and the run folder if they are gone; `lost` if that would not help."""
         for lock in self._locks:
             if not self.lost and not _is_in_place(lock):
                 self.lost = (
@@ -41,6 +43,7 @@ class StateWatch:
                 log.error("%s", self.lost)
         if not self.lost and not self._paths.run_file.exists():
             self._restore()
+        self._folder.look()
         return self.lost
 
     def tell(self, status: RunStatus) -> None:

@@ -27,6 +27,7 @@ from mps_trainer.launcher.probation import longest_s
 from mps_trainer.launcher.process import Ended, spawn, stop
 from mps_trainer.launcher.prometheus import check_prometheus
 from mps_trainer.launcher.reports import wait_until_ready
+from mps_trainer.launcher.run_folder import link_latest
 from mps_trainer.launcher.run_locks import take_run_locks
 from mps_trainer.launcher.trinity_config import TrinityConfig, read_trinity_config
 from mps_trainer.mps.environment import PIPE_VARIABLE
@@ -89,7 +90,7 @@ class RunHandle:
 
     def status(self) -> Status:
         """What the sidecar says of itself."""
-        return Status.load(self.run_dir)
+        return Status.load(self.run_dir, self.paths.spare_status)
 
     def stop(self, grace_s: float = 75.0) -> Ended:
         """End the run from the process that started it, at most `grace_s` before the supervisor is killed."""
@@ -209,9 +210,7 @@ def _write_run(prepared: Prepared, record: RunRecord, paths: RunPaths, derived: 
             "make checkpoint_root_dir writable, or set run_dir in the operator's args",
         ) from None
     try:
-        latest = run_dir.with_name(f".latest.{record.run_id}")
-        latest.symlink_to(run_dir.name)
-        latest.replace(run_dir.with_name("latest"))
+        link_latest(run_dir)
         write_private(run_dir / "settings.json", json.dumps(prepared.settings.dump(), indent=2) + "\n")
         write_private(run_dir / "machine.json", json.dumps(machine_facts(), indent=2) + "\n")
         record.save(paths.run_file)

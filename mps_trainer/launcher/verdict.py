@@ -88,7 +88,7 @@ def judge(
         status: the sidecar's last word; None for a run without one.
         supervisor_code: the supervisor's exit code when it ended before the run did.
     """
-    console_lines = console.read_text(errors="replace").splitlines()
+    console_lines = _lines_of(console)
     job_dir = _job_dir(config, console_lines, mark)
     reasons = [f"trinity run ended with {describe_exit(return_code)}"] if return_code else []
     findings = list(find_failures(console_lines))
@@ -101,6 +101,8 @@ def judge(
     if not enough:
         reasons.append(steps)
     notes = [f"Trinity's job folder: {job_dir}", *([steps] if steps and enough else [])]
+    if status is not None and status.trouble:
+        notes.append(f"the sidecar said: {status.trouble}")
     if interrupted:
         return Verdict(EXIT_INTERRUPTED, ("interrupted", *reasons), tuple(notes))
     sidecar = _sidecar_failure(status, supervisor_code)
@@ -112,6 +114,14 @@ def judge(
         # Whoever started a sidecar wants it to learn: hours of a run that fed it nothing are a failure.
         return Verdict(EXIT_SIDECAR_FAILED, _nothing_seen(job_dir, mark), tuple(notes))
     return Verdict(EXIT_OK, (), tuple(notes))
+
+
+def _lines_of(console: Path) -> list[str]:
+    try:
+        return console.read_text(errors="replace").splitlines()
+    except OSError:
+        # Somebody has removed the run folder; Trinity's own logs are looked at all the same.
+        return []
 
 
 def _nothing_seen(job_dir: Path, mark: LogMark) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class AuxTrainer(ExperienceOperatorV1):
         self._num_batches = 0
         self._num_errors = 0
         self._num_log_errors = 0
+        self._lost_told = 0
 
     async def prepare(self) -> None:
         """Join the run. A run that is not there is no error yet: it is looked for again with every batch."""
@@ -121,6 +123,8 @@ class AuxTrainer(ExperienceOperatorV1):
         for part in (self._feeder, self._recorder):
             if part is not None:
                 await self._in_thread(part.close)
+        if self._feeder is not None:
+            await self._in_thread(self._tell_what_was_lost, self._feeder)
         self._thread.shutdown(wait=False)
         self._feeder = self._recorder = self._thread = None
 
@@ -146,16 +150,29 @@ class AuxTrainer(ExperienceOperatorV1):
         """
         change = RewardChange.between(rewards, rewards_of(outcome.kept))
         outcome.metrics.update(change.metrics)
+        self._log(feeder, lambda: self._log_line(exps, outcome) | change.quantiles)
+        self._lost_told = feeder.lost
+
+    def _tell_what_was_lost(self, feeder: Feeder) -> None:
+        """After the last batch's line: what the end of the run has left unread."""
+        if feeder.lost > self._lost_told:
+            self._log(feeder, lambda: {**self._line_head(), "lost_here_total": feeder.lost})
+
+    def _log(self, feeder: Feeder, make_line: Callable[[], dict[str, Any]]) -> None:
         if feeder.run_dir is None:
             return
         try:
-            line = self._log_line(exps, outcome) | change.quantiles
+            line = json.dumps(make_line())
             with (feeder.run_dir / "operator.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(line + "\n")
         except Exception as error:  # noqa: BLE001  # the rollout comes first: a log is no reason to lose a batch
             self._num_log_errors += 1
             if self._num_log_errors == 1:
                 logger.warning("mps_trainer: operator.jsonl cannot be written: %s", error)
+
+    def _line_head(self) -> dict[str, Any]:
+        # The identity first: `run.operator_totals` looks for it there.
+        return {"operator": self._identity, "t": time.time(), "batch": self._num_batches}
 
     def _log_line(self, exps: list[Experience], outcome: Outcome) -> dict[str, Any]:
         dropped = [
@@ -168,15 +185,7 @@ class AuxTrainer(ExperienceOperatorV1):
             }
             for index, score, why in outcome.dropped
         ]
-        return {
-            # First: `run.operator_totals` looks for it there.
-            "operator": self._identity,
-            "t": time.time(),
-            "batch": self._num_batches,
-            "seen": len(exps),
-            "dropped": dropped,
-            **outcome.metrics,
-        }
+        return {**self._line_head(), "seen": len(exps), "dropped": dropped, **outcome.metrics}
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         assert self._thread is not None

@@ -83,6 +83,8 @@ class Feeder:
         self._said: set[str] = set()
         self._wrong_host = False
         self.run_dir: Path | None = None
+        #: Experiences of ours that never reached a sidecar, over all channels.
+        self.lost = 0
 
     def exchange(self, experiences: Sequence[ExperienceLike], *, want_scores: bool) -> Exchange:
         """Feed a batch and wait for its scores if they are wanted."""
@@ -108,7 +110,7 @@ class Feeder:
         """Leave the run. Records that the sidecar has not read stay for it, or go with the run if that has ended."""
         if self._channel is None or self._paths is None:
             return
-        run_id = self._channel.segment.header.run_id
+        run_id, unread = self._channel.segment.header.run_id, self._channel.unread_rows()
         self._channel.close()
         self._channel = None
         if self._own_scores is not None:
@@ -116,10 +118,16 @@ class Feeder:
             self._own_scores = None
         if not is_held(self._paths.supervisor_lock):
             # Supervisor and sidecar have cleaned up already; what was kept for a successor has none.
+            self._count_unread(unread)
             remove_run(run_id)
             if not is_held(self._paths.sidecar_lock):
                 # They left the run file because of us; it stays while another operator has not gone.
                 self._paths.remove(keep_record=names.has_objects(run_id))
+
+    def _count_unread(self, rows: int) -> None:
+        if rows:
+            self.lost += rows
+            logger.warning("mps_trainer: the run ended before a sidecar had read %d experiences: they are lost", rows)
 
     def look(self) -> None:
         """While no batch comes: leave a run that has ended. Cheap; call it every `LOOK_IDLE_S`."""
@@ -222,6 +230,10 @@ class Feeder:
             "fed_bytes": sent.nbytes,
             "evicted": sent.rows_evicted,
         }
+        self.lost += sent.rows_dropped + sent.rows_evicted
+        # The sidecar's count is behind, and stands still while there is none.
+        known = max(self.lost, out.metrics.get("lost_total", 0))
+        out.metrics |= {"lost_here_total": self.lost, "lost_total": known}
         if own is not None:
             self._score_here(own, extracted, out, begin, channel.sidecar_alive())
         elif want_scores:
@@ -262,12 +274,15 @@ class Feeder:
     def _look_at_status(self) -> None:
         """Read the sidecar's own word, which stays in the run folder when the run's other files are gone."""
         assert self.run_dir is not None
+        assert self._paths is not None
         try:
-            self._status = Status.load(self.run_dir)
+            self._status = Status.load(self.run_dir, self._paths.spare_status)
         except RunError:
             return
         if self._status.state is State.FAILED:
             self._say_once(f"the sidecar has failed; experiences pass on without it: {self._status.error}")
+        if self._status.trouble:
+            self._say_once(f"the sidecar: {self._status.trouble}")
         if self._status.state is State.PAUSED:
             self._say_once(f"the sidecar waits; experiences pass on without it: {self._status.error}")
 

@@ -102,7 +102,7 @@ def _tiles(report: RunReport) -> str:
         ("AUC", _number(report.last_auc), f"first {_number(report.first_auc)}"),
         (
             "taken out",
-            f"{report.dropped:,}",
+            f"{report.dropped:,}" if report.knows_drops else "-",
             "of an unknown number" if report.seen is None else f"of {report.seen:,} seen",
         ),
         ("lost", f"{sum(report.lost.values()):,}", "ring full"),
@@ -131,6 +131,8 @@ def _chart(chart: Chart) -> str:
 
 
 def _dropped(report: RunReport, operator: list[Line]) -> str:
+    if not report.knows_drops:
+        return "<section><h2>What the operator took out</h2><p>Not known.</p></section>"
     if not report.dropped:
         why = f": {report.why_none}" if report.why_none else ""
         return f"<section><h2>What the operator took out</h2><p>Nothing{escape(why)}.</p></section>"

@@ -54,7 +54,7 @@ def _room_of_the_filter(rule: object) -> str:
 
 def remarks(report: RunReport, operator: list[Line], *, alive: bool) -> list[str]:
     """Sentences; none for a run in which all went well."""
-    found: list[str] = []
+    found = [f"{text}." for text in report.missing]
     if alive:
         found.append("The run is still going on: this is what it has done so far.")
     elif report.state not in _OVER:

@@ -11,25 +11,36 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mps_trainer.errors import RunError
 from mps_trainer.run.quantiles import QUANTILES
 from mps_trainer.run.tail import parse_line
 
 Line = dict[str, Any]
 
+_TOLD_BY = {
+    "metrics.jsonl": "the course of loss, AUC and scores, the backlog and pauses",
+    "operator.jsonl": "what the operator saw and took out, its rewards and waits for scores",
+    "supervisor.log": "the lives of the sidecar and their events",
+    "settings.json": "the settings",
+    "machine.json": "the machine and its packages",
+}
+
 
 def read_lines(path: Path) -> list[Line]:
-    """Every whole line that is a JSON object; [] when there is no file. RunError when the file cannot be read."""
+    """Every whole line that is a JSON object; [] when there is no file, or it cannot be read (`what_is_missing`)."""
     try:
         # Only the newline ends a line: a text may hold what else `splitlines` takes for an end.
         texts = path.read_text(errors="replace").split("\n")
-    except FileNotFoundError:
+    except OSError:
         return []
-    except OSError as error:
-        raise RunError(
-            f"cannot read {path}: {error.strerror}", "name a run folder, as the user who started the run"
-        ) from None
     return [line for line in map(parse_line, texts) if isinstance(line, dict)]
+
+
+def what_is_missing(run_dir: Path) -> list[str]:
+    """A sentence for each file of a report that is there and cannot be read."""
+    reasons = {name: _why_unreadable(run_dir / name) for name in _TOLD_BY}
+    return [
+        f"{name} cannot be read ({why}), so {_TOLD_BY[name]} are missing here" for name, why in reasons.items() if why
+    ]
 
 
 def read_object(path: Path) -> Line:
@@ -71,6 +82,16 @@ def operator_lines(run_dir: Path) -> list[Line]:
 def column(lines: list[Line], name: str) -> list[float]:
     """One value a line, NaN where there is none."""
     return [float("nan") if line.get(name) is None else float(line[name]) for line in lines]
+
+
+def _why_unreadable(path: Path) -> str:
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _keep(line: Line, checks: Mapping[str, Callable[[Any], bool]]) -> Line:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mps_trainer.errors import RunError
 from mps_trainer.report.remarks import read_settings, why_nothing_was_dropped
-from mps_trainer.report.series import Line, batch_lines, operator_lines
+from mps_trainer.report.series import Line, batch_lines, operator_lines, what_is_missing
 from mps_trainer.run import Status
 
 
@@ -30,6 +30,7 @@ class RunReport:
         first_loss, last_loss: the mean loss of the first and of the last batch that was trained on.
         first_auc, last_auc: of the first batch, and over the last 1,024 experiences or so; before training on them.
         losses, aucs: of every batch that has one, in order.
+        missing: what cannot be told, because its file cannot be read; a sentence each.
         paths: what there is to look at, by name.
     """
 
@@ -60,11 +61,21 @@ class RunReport:
     last_auc: float | None
     losses: list[float]
     aucs: list[float]
+    missing: list[str]
     paths: dict[str, Path]
+
+    @property
+    def knows_drops(self) -> bool:
+        """Whether what the operator took out can be read at all."""
+        return not any(text.startswith("operator.jsonl ") for text in self.missing)
 
 
 def summarize(run_dir: Path) -> RunReport:
-    """Read status.json, metrics.jsonl and operator.jsonl. RunError when the folder is no run folder."""
+    """Read status.json, metrics.jsonl and operator.jsonl; of the last two what can be read (`missing`).
+
+    Raises:
+        RunError: the folder is no run folder.
+    """
     if not run_dir.is_dir():
         raise RunError(f"there is no folder {run_dir}", "give the run folder, <name>.mps-trainer/<run id>")
     status = Status.load(run_dir)
@@ -72,6 +83,7 @@ def summarize(run_dir: Path) -> RunReport:
     losses, aucs = _known(batches, "loss"), _known(batches, "auc")
     drops = [drop for line in operator for drop in line.get("dropped") or []]
     seen = _total(operator, "seen")
+    missing = what_is_missing(run_dir)
     return RunReport(
         run_dir=run_dir,
         run_id=status.run_id,
@@ -93,15 +105,25 @@ def summarize(run_dir: Path) -> RunReport:
         dropped=len(drops),
         drop_reasons=dict(Counter(rule_of(str(drop.get("why", ""))) for drop in drops)),
         why_none="" if drops else why_nothing_was_dropped(read_settings(run_dir), operator, status.version),
-        lost=dict(batches[-1].get("dropped") or {}) if batches else {},
+        lost=_lost(batches, status),
         first_loss=losses[0] if losses else status.first_loss,
         last_loss=losses[-1] if losses else status.loss,
         first_auc=next(iter(aucs), status.first_auc),
         last_auc=next(reversed(_known(batches, "auc_window")), status.auc),
         losses=losses,
         aucs=aucs,
+        missing=missing,
         paths=_paths(run_dir),
     )
+
+
+def _lost(batches: list[Line], status: Status) -> dict[str, int]:
+    # The status goes on after the last batch; it is all there is where metrics.jsonl cannot be read.
+    told: dict[str, int] = dict(batches[-1].get("dropped") or {}) if batches else {}
+    for policy, count in (("oldest", status.lost_oldest), ("newest", status.lost_newest)):
+        if count > told.get(policy, 0):
+            told[policy] = count
+    return told
 
 
 def _known(lines: list[Line], name: str) -> list[float]:

@@ -24,6 +24,7 @@ def describe(report: RunReport) -> list[tuple[str, str]]:
     if report.error:
         first, *rest = report.error.splitlines()
         lines += [("error", first), *(("", line) for line in rest)]
+    lines += [("missing" if i == 0 else "", text) for i, text in enumerate(report.missing)]
     lines += [(name, str(path)) for name, path in report.paths.items()]
     return [*lines, ("run folder", str(report.run_dir))]
 
@@ -60,6 +61,8 @@ def _thin_out(values: Sequence[float]) -> list[float]:
 
 
 def _filter(report: RunReport) -> str:
+    if not report.knows_drops:
+        return "not known: operator.jsonl cannot be read"
     if not report.dropped:
         return f"dropped nothing: {report.why_none}" if report.why_none else "dropped nothing"
     rules = ", ".join(f"{rule}: {count:,}" for rule, count in report.drop_reasons.items())

@@ -43,6 +43,7 @@ class Stage(IntEnum):
     TAKING = 4
     TRAINING = 5
     WRITING = 6
+    PACING = 7
 
 
 WITH_EXPERIENCES = frozenset({Stage.SCORING, Stage.EVALUATING, Stage.TAKING, Stage.TRAINING})
@@ -54,6 +55,7 @@ _WORDS = {
     Stage.TAKING: "taking experiences into the replay buffer",
     Stage.TRAINING: "in loss() or the optimizer",
     Stage.WRITING: "writing its journal, metrics or status",
+    Stage.PACING: "in the pace, which decides when to train",
 }
 
 
@@ -120,11 +122,18 @@ class DoingFile:
     def __init__(self, run_dir: Path, most_ids: int) -> None:
         self._room = min(4096 + 208 * most_ids, _LARGEST_SLOT)
         self._slot = 0
-        self._stage = Stage.WAITING
+        #: What was said last.
+        self.at = Stage.WAITING
+        self._path = run_dir / _FILE
         self._descriptor = -1
+        self.open()
+
+    def open(self) -> None:
+        """Begin the file; also again, after somebody has removed it."""
+        self.close()
         with contextlib.suppress(OSError):
             self._descriptor = os.open(
-                run_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
             os.posix_fallocate(self._descriptor, 0, _SLOTS_AT + 2 * self._room)
         self.beat()
@@ -149,12 +158,12 @@ class DoingFile:
 
     def stage(self, stage: Stage) -> None:
         """What happens now, to the subject named last; this is a beat too."""
-        self._stage = stage
+        self.at = stage
         self.beat()
 
     def beat(self) -> None:
         """Still at it."""
-        self._write(_HEADER.pack(_MAGIC, self._stage, self._slot, time.monotonic_ns()), 0)
+        self._write(_HEADER.pack(_MAGIC, self.at, self._slot, time.monotonic_ns()), 0)
 
     def close(self) -> None:
         """Close the file; it stays, for the supervisor. Calling it again does nothing."""

@@ -33,6 +33,7 @@ class Figures:
         losses, aucs: of the last batches, oldest first; the AUC before training on the batch.
         seen, removed, late: experiences that the operators saw, took out (filter, late), got no score for in time; over
             all operators that the run has had.
+        lost: experiences that never reached a sidecar, as the operators count: a sidecar's own count ends with it.
         score_wait_ms_p50, score_wait_ms_p99: of the last batches, from the request to the scores, as the operator saw;
             the sidecar's where the operator has told nothing yet.
         score_age_s: how long ago the model that gave the last scores had been trained last.
@@ -47,6 +48,7 @@ class Figures:
     seen: int | None = None
     removed: int | None = None
     late: int | None = None
+    lost: int | None = None
     score_wait_ms_p50: float | None = None
     score_wait_ms_p99: float | None = None
     score_age_s: float | None = None
@@ -58,10 +60,15 @@ class Figures:
 
 
 class Watcher:
-    """Looks at one run folder again and again."""
+    """Looks at one run folder again and again.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        spare: where the status of a live run stands while its folder refuses it.
+    """
+
+    def __init__(self, run_dir: Path, spare: Path | None = None) -> None:
         self.run_dir = run_dir
+        self._spare = spare
         self._metrics = Tail(run_dir / "metrics.jsonl")
         self._operator = Tail(run_dir / "operator.jsonl")
         self._status: Status | None = None
@@ -73,7 +80,7 @@ class Watcher:
 
     def look(self) -> Figures:
         """Read what is new. Between two lives of a sidecar the last known figures stay."""
-        self._status = Status.peek(self.run_dir) or self._status
+        self._status = Status.peek(self.run_dir, self._spare) or self._status
         for line in self._metrics.read():
             self._take(line)
         for line in self._operator.read():
@@ -91,6 +98,7 @@ class Watcher:
             seen=totals.total("seen_total"),
             removed=totals.total("removed_total"),
             late=totals.total("late_total"),
+            lost=totals.total("lost_here_total"),
             score_wait_ms_p50=_quantile(waits, 0.5) if waits else own.get("p50"),
             score_wait_ms_p99=_quantile(waits, 0.99) if waits else own.get("p99"),
             score_age_s=own.get("age"),

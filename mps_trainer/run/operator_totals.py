@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mps_trainer.run.tail import number_in, parse_line
 
-_TOTALS = ("seen_total", "removed_total", "late_total")
+_TOTALS = ("seen_total", "removed_total", "late_total", "lost_here_total")
 _IDENTITY = re.compile(rb'\{"operator": "([^"\\]*)"')
 
 

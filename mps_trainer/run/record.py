@@ -131,14 +131,19 @@ class RunPaths:
         """Where the run's engines say how busy they are; made by the first of them."""
         return self.run_file.with_suffix(".load")
 
+    @property
+    def spare_status(self) -> Path:
+        """Where the sidecar's status goes while the run folder refuses it: a full disk, a removed folder."""
+        return self.run_file.with_suffix(".status")
+
     def remove(self, *, keep_record: bool = False) -> None:
         """Delete the run's files from the state folder; the run folder with its results stays.
 
         With `keep_record` the run file stays too: something of the run is still in /dev/shm, and by its run file the
-        next clean-up knows that the run is over.
+        next clean-up knows that the run is over; so does a status that could be written nowhere else.
         """
         locks = (self.supervisor_lock, self.sidecar_lock, self.owner_lock)
-        for path in (*(() if keep_record else (self.run_file,)), *locks, self.successor_file):
+        for path in (*(() if keep_record else (self.run_file, self.spare_status)), *locks, self.successor_file):
             path.unlink(missing_ok=True)
         # An engine that goes on writes into nothing.
         shutil.rmtree(self.load_folder, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""What the sidecar says of itself: `status.json` in the run folder, replaced by rename.
+"""What the sidecar says of itself: `status.json` in the run folder, replaced by rename. While that folder refuses it
+(a full disk, a removed folder) it stands in the state folder, `RunPaths.spare_status`.
 
 Maker: the sidecar (and the supervisor, for RESTARTING and FAILED after a death). Eaters: `mps-trainer status`,
 the supervisor, the operator (once in a while, for its metrics) and `mps-trainer report`.
@@ -12,6 +13,7 @@ the supervisor, the operator (once in a while, for its metrics) and `mps-trainer
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import asdict, dataclass, field
@@ -51,6 +53,7 @@ class Status:
             where the operator scores by itself.
         replay_size: experiences in the replay buffer.
         lost_oldest, lost_newest: experiences that never arrived, by the back-pressure policy that dropped them.
+        lost_oldest_gone, lost_newest_gone: of those, what operators had dropped whose channels are removed.
         backlog, backlog_age_s: records sent and not yet taken, and how long ago the oldest unread one was sent.
         memory_bytes: resident size of the process. gpu_memory_bytes: the most that its tensors have taken on the GPU;
             None on the CPU. memory_cap_bytes: the reservation; on the CPU a wish (`memory`), None without one.
@@ -90,6 +93,8 @@ class Status:
     replay_size: int = 0
     lost_oldest: int = 0
     lost_newest: int = 0
+    lost_oldest_gone: int = 0
+    lost_newest_gone: int = 0
     backlog: int = 0
     backlog_age_s: float = 0.0
     memory_bytes: int = 0
@@ -109,19 +114,46 @@ class Status:
     error: str = ""
     updated: float = field(default_factory=time.time)
 
-    def save(self, run_dir: Path) -> None:
-        """Write `status.json` by rename; OSError when the disk refuses."""
+    def save(self, run_dir: Path, spare: Path | None = None) -> None:
+        """Write `status.json` by rename; OSError when that fails, and then it stands in `spare` if that can be."""
         self.updated = time.time()
-        write_private(run_dir / "status.json", json.dumps(self.to_json(), indent=2))
+        content = json.dumps(self.to_json(), indent=2)
+        try:
+            write_private(run_dir / "status.json", content)
+        except OSError:
+            if spare is not None:
+                with contextlib.suppress(OSError):
+                    write_private(spare, content)
+            raise
+        if spare is not None:
+            with contextlib.suppress(OSError):
+                spare.unlink(missing_ok=True)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values of every field."""
         return asdict(self)
 
     @classmethod
-    def load(cls, run_dir: Path) -> Status:
-        """Read `status.json`; RunError when it is missing, cannot be read or is none."""
-        path = run_dir / "status.json"
+    def load(cls, run_dir: Path, spare: Path | None = None) -> Status:
+        """Read `status.json`, or `spare` if that is newer; RunError when it is missing, cannot be read or is none."""
+        aside = None if spare is None else cls._read_spare(spare)
+        try:
+            found = cls._read(run_dir / "status.json")
+        except RunError:
+            if aside is None:
+                raise
+            return aside
+        return aside if aside is not None and aside.updated > found.updated else found
+
+    @classmethod
+    def _read_spare(cls, path: Path) -> Status | None:
+        try:
+            return cls._read(path)
+        except RunError:
+            return None
+
+    @classmethod
+    def _read(cls, path: Path) -> Status:
         try:
             return cls._from_json(json.loads(path.read_text()))
         except FileNotFoundError:
@@ -138,10 +170,10 @@ class Status:
             ) from None
 
     @classmethod
-    def peek(cls, run_dir: Path) -> Status | None:
+    def peek(cls, run_dir: Path, spare: Path | None = None) -> Status | None:
         """As `load`, None instead of an error."""
         try:
-            return cls.load(run_dir)
+            return cls.load(run_dir, spare)
         except RunError:
             return None
 

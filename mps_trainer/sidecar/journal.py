@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.errors import RunError
+from mps_trainer.run.made_again import is_gone
 from mps_trainer.run.private_files import write_private
 
 _log = logging.getLogger(__name__)
@@ -132,6 +133,18 @@ class Journal:
             raise
         self.skip()
         return self._number
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the file that is written is still there under its name."""
+        return not is_gone(self._descriptor, self._path(self._number))
+
+    def begin_again(self) -> bool:
+        """After the files were removed: a new one; whether records had not been read. OSError when the disk refuses."""
+        lost = self.position != (self._number, self._size)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.begin_next()
+        return lost
 
     def checkpointed(self, position: tuple[int, int], oldest: int) -> None:
         """A checkpoint at `position` is in place, and the oldest one goes on in file `oldest`: delete what none needs.

@@ -40,11 +40,12 @@ from mps_trainer.sidecar.learner import RecordName
 from mps_trainer.sidecar.metrics import MetricsLog
 from mps_trainer.sidecar.noting import Note
 from mps_trainer.sidecar.own_files import OwnFiles
-from mps_trainer.sidecar.pace.gate import pace_for
+from mps_trainer.sidecar.pace.named import pace_for
 from mps_trainer.sidecar.pause import Pause
 from mps_trainer.sidecar.picture import Picture
 from mps_trainer.sidecar.publishing import snapshots_for
 from mps_trainer.sidecar.ready import ReadyPipe
+from mps_trainer.sidecar.run_folder import RunFolder
 from mps_trainer.sidecar.saving import Saving
 from mps_trainer.sidecar.startup import Learning
 from mps_trainer.sidecar.steps import Steps
@@ -74,14 +75,15 @@ class Sidecar:
         self._answering = Answering(self._learner, self._report, self._snapshots)
         self._note = Note(own.run_dir, settings.batch_size)
         self._saving = Saving(learning, own, self._note, settings.checkpoint_every)
+        self._folder = RunFolder(own, self._journal, self._metrics, self._note, self._saving.save)
         self._learner.on_step = lambda batch: self._note.step(batch, self._trainer.step)
         self._trainer.on_part = self._note.beat
         self._aside = learning.aside
         self._ring = learning.ring
         on_attach = self._ring.attach if self._ring is not None else None
         self._hub = SidecarHub(record.run_id, learning.columns, on_attach=on_attach)
-        self._dropped = Dropped(self._hub)
-        self._pace = pace_for(record, settings, self._learner)
+        self._dropped = Dropped(self._hub, own.status)
+        self._pace = pace_for(record, settings, self._learner, self._note)
         self._picture = Picture(own, learning, self._hub, self._dropped, self._answering, self._pace)
         self._steps = Steps(self._learner, self._aside, self._report, self._before_step, self._pace)
         ending.listen(self._hub.wake)
@@ -109,8 +111,10 @@ class Sidecar:
                     self._take_records(limit=64)
                 self._snapshots.publish_if_due()
             self._look_around()
+            self._folder.look()
         _log.info("ending: %s", self._ending.reason)
         self._picture.set_state(State.DRAINING)
+        self._folder.look(at_once=True)
         self._behind = True  # Of a journal that grows now the size says nothing.
         drain = Drain(
             self, self._learning, self._hub, self._pace, self._note, self._saving, paused=lambda: self._pause.is_on
@@ -274,5 +278,7 @@ class Sidecar:
                 self._ending.operator_seen()
         if self._pause.engine_is_starting:
             self._ending.engine_seen()
-        self._dropped.reap()
+        if self._dropped.reap():
+            # A successor has that from the status alone.
+            self._picture.save()
         self._picture.refresh()

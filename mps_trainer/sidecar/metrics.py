@@ -65,6 +65,14 @@ class MetricsLog:
                 self._own.failed("tensorboard", error)
                 self._drop_board()
 
+    def begin_again(self) -> None:
+        """Open both files anew: somebody has removed them."""
+        had_board = self._board is not None
+        self.close()
+        self._append(b"")
+        if had_board:
+            self.open_tensorboard()
+
     def close(self) -> None:
         """Close both files. Calling it again does nothing."""
         if self._descriptor >= 0:

@@ -21,7 +21,13 @@ class Note:
         self._file = DoingFile(run_dir, batch_size)
         self.stage = self._file.stage
         self.beat = self._file.beat
+        self.begin_again = self._file.open
         self.close = self._file.close
+
+    @property
+    def at(self) -> Stage:
+        """What was said last."""
+        return self._file.at
 
     def waiting(self) -> None:
         """Nothing is in work."""

@@ -116,8 +116,8 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, start: St
         ending = Ending(paths, settings.idle_timeout, owned=bool(record.owner_lock))
         run_dir = Path(record.run_dir)
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = _begin_status(record)
-        own = OwnFiles(status, run_dir)
+        status = _begin_status(record, paths)
+        own = OwnFiles(status, run_dir, paths.spare_status)
         own.save_status()
         early = EarlyEnd(own, successor=status.restarts > 0 and not start.is_warm)
         watch_for_orphaning(paths.supervisor_lock, own, lambda: early.synchronise())
@@ -136,13 +136,14 @@ def _serve_run(paths: RunPaths, record: RunRecord, settings: Settings, start: St
                 stack.callback(sidecar.close)
                 start.phases.ready(run_dir)
                 _serve(sidecar, start.ready)
-        except (MpsTrainerError, RuntimeError) as error:
+        except (MpsTrainerError, RuntimeError, OSError) as error:
             if isinstance(error, GpuFaultError) or is_gpu_fault(error):
                 _end_with_dead_gpu(error, own, start.ready)
-            # FAILED is for good. After anything else the supervisor starts a successor and says so itself.
+            # FAILED is for good. After anything else the supervisor starts a successor and says why, in these words.
+            status.error = str(error)
             if _exit_code(error) in FINAL:
-                status.state, status.error = State.FAILED, str(error)
-                own.save_status()
+                status.state = State.FAILED
+            own.save_status()
             raise
         if ending.orphaned:
             # Nobody else is left to do it.
@@ -173,12 +174,12 @@ def _leave_to_parent(lock: HeldLock) -> None:
     forget_signals()
 
 
-def _begin_status(record: RunRecord) -> Status:
+def _begin_status(record: RunRecord, paths: RunPaths) -> Status:
     ours = Status(run_id=record.run_id, pid=os.getpid(), device=record.device)
-    if not (Path(record.run_dir) / "status.json").exists():
+    if not ((Path(record.run_dir) / "status.json").exists() or paths.spare_status.exists()):
         return ours
     try:
-        before = Status.load(Path(record.run_dir))
+        before = Status.load(Path(record.run_dir), paths.spare_status)
     except RunError as error:
         # Replaced at once: a damaged picture of a predecessor is no reason to have no sidecar.
         _log.warning("%s", error)

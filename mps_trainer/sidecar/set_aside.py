@@ -1,7 +1,8 @@
 """Experiences that killed a predecessor: taken out of training, kept, counted and named.
 
     supervisor: verdicts.json > here: a condemned record is not scored, journaled or taken; a condemned step's
-    experiences leave the replay buffer before any step > set_aside/<name>.arrow and .json > status, log
+    experiences do not come into the replay buffer, and those that a checkpoint brought leave it before any step
+    > set_aside/<name>.arrow and .json > status, log
 
 The number of the step says nothing: with a pace, or with `train: continuous`, a successor's step n has other rows. So
 the ids are banned for the whole run, wherever they come from (checkpoint, journal or ring): a later life does the same,
@@ -13,9 +14,11 @@ from __future__ import annotations
 import json
 import logging
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from mps_trainer.columns import PackedBatch, PackedColumn
@@ -23,6 +26,7 @@ from mps_trainer.run.doing import RecordRef, describe_ids
 from mps_trainer.run.private_files import make_private, write_private
 from mps_trainer.run.verdicts import Verdict, load_verdicts
 from mps_trainer.sidecar.learner import Learner, RecordName
+from mps_trainer.sidecar.replay import ReplayBuffer
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +57,12 @@ class SetAside:
         self._keep(f"record-{name.channel.strip('/').replace('/', '_')}-{name.seq}-{name.sent_ns}", verdict, batch)
         return True
 
+    def guard(self, replay: ReplayBuffer) -> SetAside:
+        """From now on nothing that is banned comes in; what is in leaves before the next step. Gives itself."""
+        if self._banned:
+            replay.bar(self._banned, self._kept_out)
+        return self
+
     def before_step(self, learner: Learner) -> None:
         """Take what is banned out of the replay buffer; cheap while nothing new has come in."""
         since, self._looked_at = self._looked_at, learner.replay.added
@@ -65,11 +75,18 @@ class SetAside:
         if known:
             # An earlier life has kept and counted these.
             learner.remove(known)
+        self._keep_new(found, learner.remove)
+
+    def _kept_out(self, batch: PackedBatch, places: list[int]) -> None:
+        at = {batch["eid"].row(i).tobytes(): i for i in places}
+        self._keep_new(list(at), lambda ids: pick_rows(batch, [at[eid] for eid in ids]))
+
+    def _keep_new(self, found: list[bytes], rows_of: Callable[[list[bytes]], PackedBatch]) -> None:
         for verdict in dict.fromkeys(self._banned[eid] for eid in found if eid not in self._kept):
             ids = [eid for eid in found if eid not in self._kept and self._banned[eid] is verdict]
             name = f"step-{verdict.subject.step}-{zlib.crc32(' '.join(verdict.subject.eids).encode()):08x}"
             # They come in with several records, and one note tells of all.
-            self._keep(name, verdict, learner.remove(ids), more=True)
+            self._keep(name, verdict, rows_of(ids), more=True)
             self._kept.update(ids)
 
     def _keep(self, name: str, verdict: Verdict, rows: PackedBatch, *, more: bool = False) -> None:
@@ -103,6 +120,19 @@ class SetAside:
 def reference(name: RecordName) -> RecordRef:
     """The record as the supervisor knows it."""
     return RecordRef(name.channel, name.seq, name.request_id, name.part, name.sent_ns)
+
+
+def pick_rows(batch: PackedBatch, places: list[int]) -> PackedBatch:
+    """Copies of some rows, in the order of `places`."""
+    columns = {}
+    for name, column in batch.columns.items():
+        if column.offsets is None:
+            columns[name] = PackedColumn(column.values[places])
+        else:
+            parts = [column.row(i) for i in places]
+            offsets = np.cumsum([0, *map(len, parts)]).astype(np.int32)
+            columns[name] = PackedColumn(np.concatenate(parts), offsets, column.is_text)
+    return PackedBatch(columns, len(places))
 
 
 def to_arrow(rows: PackedBatch, before: pa.Table | None = None) -> bytes:

@@ -184,7 +184,7 @@ def build_learning(
         keep_checkpoints=settings.keep_checkpoints,
         resumed_from=resumed_from,
         ring=ring,
-        aside=SetAside(run_dir),
+        aside=SetAside(run_dir).guard(replay),
         memory_cap=shared.placement.pool if shared is not None else settings.memory,
     )
 

@@ -159,11 +159,15 @@ class OperatorChannel:
         """Records that are committed and not yet acknowledged."""
         return self._writer.ring.num_slots - self._writer.ring.count(0)
 
+    def unread_rows(self) -> int:
+        """Rows of the records in `backlog`."""
+        return self._room.rows_in_use()
+
     def close(self) -> None:
         """Close this end. Idempotent.
 
         A segment that holds records, or that a sidecar is attached to, stays: the sidecar, or its successor, drains and
-        removes it. An empty one is removed here.
+        removes it. So does one whose rows were dropped, so that a successor counts them. Another one is removed here.
         """
         with self._sending:
             if self._closed:
@@ -172,7 +176,7 @@ class OperatorChannel:
             self._mirror.store()
             self._inbox.close()
             self._post_bell()
-            if self.backlog() == 0:
+            if self.backlog() == 0 and not (self.counters.rows_dropped_oldest or self.counters.rows_dropped_newest):
                 self.segment.remove()
             # What is left unread has a bound: `reclaim_orphans` at the next channel, `remove_run` at the run's end.
             self.segment.locks.close()

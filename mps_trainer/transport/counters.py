@@ -6,10 +6,12 @@ The mirror is information, not protocol: a kill between two stores may leave it 
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from mps_trainer.transport import layout
 from mps_trainer.transport.segment import Segment
 
 
@@ -109,6 +111,16 @@ class Mirror:
     def store(self) -> None:
         """Copy the counters to the segment."""
         self._words.pack_into(self._memory, self._offset, *self._values)
+
+
+def dropped_rows(descriptor: int) -> int:
+    """Rows that the operator of a segment file says to have dropped; 0 where it says nothing."""
+    words = struct.Struct(f"@{len(fields(ChannelCounters))}Q")
+    raw = os.pread(descriptor, words.size, layout.OPERATOR_COUNTERS)
+    if len(raw) < words.size:
+        return 0
+    found = ChannelCounters(*words.unpack(raw))
+    return found.rows_dropped_oldest + found.rows_dropped_newest
 
 
 def load_operator_counters(segment: Segment, offset: int) -> ChannelCounters:

@@ -37,6 +37,7 @@ class Producer:
 
     Attributes:
         name: of its channel.
+        generation: a number of that channel alone: a name may be used again.
         pid: of its process, for messages only; `alive` is told by its lock.
         alive: whether its process lives.
         backlog: records sent and not yet acknowledged.
@@ -46,6 +47,7 @@ class Producer:
     """
 
     name: str
+    generation: int
     pid: int
     alive: bool
     backlog: int
@@ -195,6 +197,7 @@ class SidecarHub:
         return [
             Producer(
                 name,
+                c.segment.header.generation,
                 c.segment.header.pid,
                 c.operator_alive,
                 c.backlog,

@@ -101,6 +101,10 @@ class Ring:
         """How many slots are in `state`, as a snapshot."""
         return sum(word & _STATE == state for word in self.words.tolist())
 
+    def used(self) -> list[bool]:
+        """Of each slot, whether it holds a record, as a snapshot."""
+        return [word & _STATE != 0 for word in self.words.tolist()]
+
 
 class RingWriter:
     """The writer's moves. Not thread-safe: its owner serialises."""

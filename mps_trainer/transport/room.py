@@ -33,6 +33,11 @@ class Room:
         self._rows[slot] = num_rows
         self._requests[slot] = request_id
 
+    def rows_in_use(self) -> int:
+        """Rows of the records that hold a slot now."""
+        used = self._writer.ring.used()
+        return sum(rows for rows, holds in zip(self._rows, used, strict=True) if holds)
+
     def find(
         self, first_seq: int, deadline: float, bell: Doorbell, sidecar_alive: Callable[[], bool]
     ) -> tuple[int | None, int]:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from mps_trainer.errors import CorruptRecordError, TransportError
 from mps_trainer.transport import layout, names, weights_file
+from mps_trainer.transport.counters import dropped_rows
 from mps_trainer.transport.locks import private_lock_file
 from mps_trainer.transport.segment import Segment, open_checked, read_header, remove
 from mps_trainer.transport.semaphores import remove_semaphore
@@ -71,14 +72,15 @@ def remove_run(run_id: str) -> list[str]:
 def reclaim_orphans(run_id: str, keep: int = KEEP_ORPHANS) -> int:
     """Remove channels of a living run whose operator died with no sidecar attached; returns how many.
 
-    Drained ones go at once. Of those that hold records the newest `keep` stay for the sidecar to drain.
+    Drained ones go at once. Of those that hold records, or whose drops no sidecar may have counted yet, the newest
+    `keep` stay for the next sidecar.
     """
     kept = removed = 0
 
-    def wanted(records: int) -> bool:
+    def wanted(left: int) -> bool:
         nonlocal kept
-        kept += records > 0
-        return records == 0 or kept > keep
+        kept += left > 0
+        return left == 0 or kept > keep
 
     for index in reversed(names.segment_indices(run_id)):
         removed += _remove_dead(run_id, index, wanted)
@@ -117,8 +119,10 @@ def _remove_dead(run_id: str, index: int, wanted: Callable[[int], bool]) -> bool
         if records is None:
             if time.time() - os.fstat(fd).st_mtime < UNFINISHED_S:
                 return False
-            records = 0
-        if not wanted(records) or not remove(name, run_id, index, locks):
+            records = left = 0
+        else:
+            left = records + dropped_rows(fd)
+        if not wanted(left) or not remove(name, run_id, index, locks):
             return False
         if records:
             log.warning("removed %s of a dead operator with %d unread records", name, records)

@@ -221,3 +221,13 @@ def test_a_killed_supervisor_is_told(run: Run, mark: LogMark) -> None:
 
 def test_an_interrupted_run_has_130(run: Run, mark: LogMark) -> None:
     assert run.verdict(mark, return_code=-2, interrupted=True).exit_code == EXIT_INTERRUPTED
+
+
+def test_a_removed_run_folder_costs_the_console_and_is_told(run: Run, mark: LogMark) -> None:
+    run.log(GOOD_LOG)
+    run.reach(2)
+    run.console.unlink(missing_ok=True)
+    status = Status(run_id="a", state=State.STOPPED, experiences=32, trouble="the run folder was removed")
+    verdict = run.verdict(mark, status=status)
+    assert (verdict.exit_code, verdict.reasons) == (EXIT_OK, ())
+    assert "the sidecar said: the run folder was removed" in verdict.notes

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mps_trainer.cli import look
 from mps_trainer.errors import ConfigError, RunError
-from mps_trainer.report import describe, plot, summarize
+from mps_trainer.report import describe, plot, summarize, write_page
 from mps_trainer.run import State, Status
 
 
@@ -143,8 +144,30 @@ def test_values_of_a_wrong_type_are_left_out(tmp_path: Path) -> None:
 def test_files_that_are_folders(run_dir: Path) -> None:
     (run_dir / "operator.jsonl").unlink()
     (run_dir / "operator.jsonl").mkdir()
-    with pytest.raises(RunError, match=r"operator\.jsonl: Is a directory"):
-        summarize(run_dir)
+    report = summarize(run_dir)
+    assert (report.seen, report.experiences, report.lost["oldest"]) == (None, 2560, 30)
+    lines = dict(describe(report))
+    assert lines["missing"].startswith("operator.jsonl cannot be read (Is a directory), so what the operator saw")
+    assert lines["filter"] == "not known: operator.jsonl cannot be read"
+    page = write_page(run_dir, run_dir / "page.html").read_text()
+    assert "operator.jsonl cannot be read (Is a directory)" in page
+    assert "<p>Not known.</p>" in page
+    assert "Nothing" not in page
+
+
+def test_the_command_tells_the_rest_of_a_run_whose_logs_are_folders(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("operator.jsonl", "metrics.jsonl"):
+        (run_dir / name).unlink()
+        (run_dir / name).mkdir()
+    look.report(str(run_dir))
+    said = capsys.readouterr().out
+    assert "12345678, stopped, on cpu" in said
+    assert "metrics.jsonl cannot be read (Is a directory)" in said
+    assert "operator.jsonl cannot be read (Is a directory)" in said
+    assert "holds no batch yet" in said
+    assert (run_dir / "report.html").exists()
 
 
 def test_a_copy_beside_the_checkpoints_is_none(run_dir: Path) -> None:

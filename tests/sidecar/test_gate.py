@@ -14,8 +14,9 @@ from mps_trainer.run import RunRecord, State, Status
 from mps_trainer.run.engine_load import EngineLoad
 from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.loop import Sidecar
-from mps_trainer.sidecar.pace import gate
-from mps_trainer.sidecar.pace.gate import Gate, NoPace, Pace, pace_for
+from mps_trainer.sidecar.pace import gate, named
+from mps_trainer.sidecar.pace.gate import Gate, NoPace, Pace
+from mps_trainer.sidecar.pace.named import pace_for
 from mps_trainer.sidecar.pace.source import Sight
 from mps_trainer.sidecar.replay import ReplayBuffer
 from mps_trainer.sidecar.steps import Steps
@@ -280,8 +281,8 @@ def test_steps_that_are_due_wait_for_no_record_before_the_pace_was_asked(clock: 
 
 def test_without_a_pace_nothing_looks_at_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     _, learner, _ = gate_of(IDLE)
-    monkeypatch.setattr(gate, "Source", lambda *_: pytest.fail("somebody looks"))
+    monkeypatch.setattr(named, "Source", lambda *_: pytest.fail("somebody looks"))
     record = RunRecord(
         run_id="r", config="", derived_config="", run_dir="/nowhere", ray_namespace="", settings={}, mps="on"
     )
-    assert isinstance(pace_for(record, load_settings({}), learner), NoPace)
+    assert isinstance(pace_for(record, load_settings({}), learner, None), NoPace)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mps_trainer.run import Status
+from mps_trainer.run import RunPaths, Status
 from mps_trainer.sidecar.metrics import MetricsLog
 from mps_trainer.sidecar.own_files import OwnFiles
 
@@ -80,13 +80,13 @@ def test_a_successor_keeps_the_picture_until_it_knows_better(tmp_path: Path) -> 
     record = RunRecord(
         run_id="12345678", config="", derived_config="", run_dir=str(tmp_path), ray_namespace="", settings={}
     )
-    assert _begin_status(record).version == 0
+    assert _begin_status(record, RunPaths(tmp_path / "state" / "r.json")).version == 0
     before = Status(run_id="12345678", state=State.RESTARTING, version=80, restarts=1, error="killed", last_death="x")
     before.trouble, before.score_age_s, before.score_latency_ms_p50 = "metrics.jsonl cannot be written", 3.0, 2.0
     before.save(tmp_path)
-    found = _begin_status(record)
+    found = _begin_status(record, RunPaths(tmp_path / "state" / "r.json"))
     assert (found.trouble, found.score_age_s, found.score_latency_ms_p50) == ("", None, None)
     assert (found.state, found.version, found.restarts, found.error) == (State.STARTING, 80, 1, "")
     assert found.last_death == "x"
     (tmp_path / "status.json").write_text("{")
-    assert _begin_status(record).version == 0
+    assert _begin_status(record, RunPaths(tmp_path / "state" / "r.json")).version == 0

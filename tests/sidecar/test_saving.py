@@ -51,7 +51,7 @@ def test_a_full_disk_is_tried_each_so_many_steps_and_not_after_each(made: tuple[
         learning.trainer.step = step
         ours.save_if_due(behind=False)
     assert [step for step, _ in learning.tried] == [10, 20, 30]
-    assert "a checkpoint cannot be written: [Errno 28] No space left on device" in own.status.trouble
+    assert "a checkpoint cannot be written: No space left on device" in own.status.trouble
     learning.full = False
     ours.save_if_changed()
     assert own.status.trouble == ""

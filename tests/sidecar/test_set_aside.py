@@ -171,6 +171,37 @@ def test_what_is_banned_is_in_no_step_whatever_its_number_and_whenever_it_comes(
         assert pa.ipc.open_file(file).read_all().column("eid").to_pylist() == facts["eids"]
 
 
+def test_what_is_banned_does_not_come_in_at_all(tmp_path: Path) -> None:
+    condemn(tmp_path, Subject(3, None, ("e103", "e101", "e12")))
+    condemn(tmp_path, Subject(4, None, ("e102",)))
+    for life in range(2):
+        learner, aside = make_learner(), SetAside(tmp_path)
+        aside.guard(learner.replay)
+        learner.take(NAME, packed(100))
+        # The buffer is full: what does not come in pushes nobody out.
+        assert learner.take(RecordName("/c", 9, 9, 0, 1, 9), packed(4, 100)) == 4
+        assert len(learner.replay) == 100
+        assert learner.replay.held([b"e0", b"e1", b"e12", b"e100", b"e101", b"e102", b"e103"]) == [
+            b"e0",
+            b"e1",
+            b"e100",
+        ]
+        assert (learner.counters.duplicates, aside.count) == (0, 4), f"in life {life}"
+        # Delivered again: known.
+        assert learner.take(RecordName("/c", 9, 9, 0, 1, 9), packed(4, 100)) == 0
+        aside.before_step(learner)
+        assert aside.count == 4
+    found = {}
+    for told in (tmp_path / "set_aside").glob("step-*.arrow"):
+        with pa.OSFile(str(told)) as file:
+            table = pa.ipc.open_file(file).read_all()
+        found |= dict(zip(table.column("eid").to_pylist(), table.column("tokens").to_pylist(), strict=True))
+    late, early = packed(4, 100), packed(100)
+    assert found == {
+        "e12": early["tokens"].row(12).tolist(), **{f"e10{i}": late["tokens"].row(i).tolist() for i in (1, 2, 3)}
+    }  # fmt: skip
+
+
 def test_a_look_for_banned_experiences_reads_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     condemn(tmp_path, Subject(0, None, ("e3",)))
     learner, aside, looks = make_learner(), SetAside(tmp_path), []

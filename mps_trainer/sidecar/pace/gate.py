@@ -17,8 +17,7 @@ from collections import deque
 from typing import Protocol
 
 from mps_trainer.config import Settings
-from mps_trainer.config.pace import is_paced
-from mps_trainer.run import RunRecord, Status
+from mps_trainer.run import Status
 from mps_trainer.sidecar.learner import Learner
 from mps_trainer.sidecar.pace.controller import Controller
 from mps_trainer.sidecar.pace.source import Sight, Source, now
@@ -214,10 +213,3 @@ def owed_by_batch(due: int, settings: Settings) -> deque[int]:
     each = (settings.steps_per_batch if settings.schedule.train == "steps" else 0) or max(due, 1)
     whole, rest = divmod(due, each)
     return deque(([rest] if rest else []) + [each] * whole, maxlen=settings.pace_tuning.owed_batches)
-
-
-def pace_for(record: RunRecord, settings: Settings, learner: Learner) -> Pace:
-    """As the settings ask for."""
-    if not is_paced(settings.pace, record.mps):
-        return NoPace()
-    return Gate(Source(record, settings.pace_tuning.silent), settings, learner)
