@@ -174,7 +174,8 @@ def _steps(config: TrinityConfig, job_dir: Path) -> tuple[str, bool]:
     if saved >= wanted:
         return f"{who} reached step {saved} of {wanted}", True
     # Trinity writes it down with checkpoints only: whoever was cut off may have gone further.
-    return f"{who} did not reach step {wanted}; it last noted {f'step {saved}' if saved else 'none'}", False
+    known = f"its last checkpoint is of step {saved}" if saved else "it has no checkpoint"
+    return f"{who} did not reach step {wanted}; {known}", False
 
 
 def _sidecar_failure(status: Status | None, supervisor_code: int | None) -> tuple[str, ...]:
