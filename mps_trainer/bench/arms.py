@@ -24,6 +24,8 @@ class Arm:
         place: where it trains: "cpu", "gpu" (the engine's) or "own" (another one).
         mps: the sidecar and the engine are MPS clients.
         priority: of the sidecar as an MPS client: 0 as everybody, 1 lower.
+        share: of the SMs in percent (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE).
+        blocking: every kernel of the sidecar is waited for; without it a step is what may be in flight.
         paced: with `max_rollout_slowdown`.
         engine: which of the engines generates: "plain" or "client" (of MPS).
         more: settings of the sidecar; those of `pace_tuning` by their own names.
@@ -35,6 +37,8 @@ class Arm:
     place: str = "cpu"
     mps: bool = False
     priority: int = 1
+    share: int = 100
+    blocking: bool = True
     paced: bool = False
     more: tuple[tuple[str, Any], ...] = ()
 
@@ -62,11 +66,13 @@ ARMS = (
     Arm("rest-gpu", "today's advice: a FastAPI service on the engine's GPU, time slices", "rest", "gpu"),
     Arm("own-gpu", "the sidecar on a GPU of its own, which is one engine less", "sidecar", "own"),
     Arm("time-slices", "the sidecar on the engine's GPU without MPS", "sidecar", "gpu"),
-    Arm("mps-plain", "MPS as everybody does it: same priority, kernels unbounded", "sidecar", "gpu", True, priority=0),
+    Arm("mps-plain", "MPS as everybody does it: same priority, no bound", "sidecar", "gpu", True, 0, blocking=False),
     Arm("mps-low", "MPS, the sidecar with low priority", "sidecar", "gpu", True),
     Arm("mps-pace", f"MPS, low priority and our pace ({PACE})", "sidecar", "gpu", True, paced=True),
 )
 BY_NAME = {arm.name: arm for arm in ARMS}
+#: Of a variant, how its sidecar is a client; the rest are settings of the pace.
+_CLIENT = ("share", "blocking")
 
 
 def find_arm(name: str) -> Arm:
@@ -78,18 +84,34 @@ def variants(texts: Sequence[str], common: Sequence[str]) -> list[Arm]:
     """The paced arms: with the settings of `common` ("key=value"), and each NAME:key=value,... of `texts` beside it."""
     paced = BY_NAME["mps-pace"]
     shared = tuple(map(_setting, common))
-    found = [replace(paced, more=shared)]
-    for text in texts:
-        name, _, pairs = text.partition(":")
-        more = shared + tuple(_setting(pair) for pair in pairs.split(",") if pair)
-        found.append(replace(paced, name=f"{paced.name}@{name}", what=f"{paced.what}; {pairs}", more=more))
-    return found
+    return [replace(paced, more=shared), *(_variant(replace(paced, more=shared), text) for text in texts)]
+
+
+def low_variants(texts: Sequence[str]) -> list[Arm]:
+    """The arm `mps-low`, and each NAME:share=25,blocking=false of `texts` beside it."""
+    low = BY_NAME["mps-low"]
+    return [low, *(_variant(low, text) for text in texts)]
+
+
+def _variant(base: Arm, text: str) -> Arm:
+    name, _, pairs = text.partition(":")
+    found = [_setting(pair) for pair in pairs.split(",") if pair]
+    client = {key: value for key, value in found if key in _CLIENT}
+    more = base.more + tuple(pair for pair in found if pair[0] not in _CLIENT)
+    share = client.get("share", 100)
+    if isinstance(share, bool) or not isinstance(share, int) or not 1 <= share <= 100:
+        raise ConfigError(f"{text!r}: share is {share!r}", "give percent of the SMs, a whole number from 1 to 100")
+    if not isinstance(client.get("blocking", True), bool):
+        raise ConfigError(f"{text!r}: blocking is {client['blocking']!r}", "write true or false")
+    if len(more) > len(base.more) and not base.paced:
+        raise ConfigError(f"{text!r}: {base.name} has no pace", f"its keys are {' and '.join(_CLIENT)}")
+    return replace(base, name=f"{base.name}@{name}", what=f"{base.what}; {pairs}", more=more, **client)
 
 
 def _setting(pair: str) -> tuple[str, Any]:
     name, equals, value = pair.strip().partition("=")
-    if not equals or name not in {*Settings.model_fields, *PaceTuning.model_fields}:
-        known = ", ".join(["max_rollout_slowdown", "min_steps_per_batch", *PaceTuning.model_fields])
+    if not equals or name not in {*Settings.model_fields, *PaceTuning.model_fields, *_CLIENT}:
+        known = ", ".join(["max_rollout_slowdown", "min_steps_per_batch", *PaceTuning.model_fields, *_CLIENT])
         raise ConfigError(f"there is no setting of the pace {pair!r}", f"write key=value; keys are {known}")
     try:
         return name, json.loads(value)
@@ -137,21 +159,21 @@ def why_not(arm: Arm, here: Here, *, tiny: bool) -> str:
 
 
 def choose(
-    names: list[str] | None, here: Here, *, tiny: bool, paced: Sequence[Arm] = ()
+    names: list[str] | None, here: Here, *, tiny: bool, instead: Sequence[Arm] = ()
 ) -> tuple[list[Arm], dict[str, str]]:
     """The arms that run, in the order of the table, and those left out with the reason.
 
     The solo rollout is always among them. ConfigError: an unknown name, or nothing to compare.
 
     Args:
-        paced: instead of the one paced arm.
+        instead: variants, with the arm that they vary first among its own; they take its place.
     """
     unknown = [name for name in names or () if name not in BY_NAME]
     if unknown:
         raise ConfigError(f"there is no arm {unknown[0]!r}", f"the arms are {', '.join(BY_NAME)}")
     wanted = [arm for arm in ARMS if names is None or arm.name in names or arm.name == "none"]
-    if paced:
-        wanted = [one for arm in wanted for one in (paced if arm.paced else (arm,))]
+    of_kind = {arm.name: [one for one in instead if find_arm(one.name) is arm] for arm in wanted}
+    wanted = [one for arm in wanted for one in (of_kind[arm.name] or (arm,))]
     left_out = {arm.name: reason for arm in wanted if (reason := why_not(arm, here, tiny=tiny))}
     chosen = [arm for arm in wanted if arm.name not in left_out]
     if not any(arm.trainer for arm in chosen):

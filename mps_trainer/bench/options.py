@@ -71,6 +71,11 @@ def _add_pace(p: argparse.ArgumentParser) -> None:
         "--pace-variant", action="append", default=[], metavar="NAME:KEY=VALUE,...",
         help="one more paced arm, mps-pace@NAME, with these settings beside --pace-set; may be given again",
     )  # fmt: skip
+    p.add_argument(
+        "--low-variant", action="append", default=[], metavar="NAME:KEY=VALUE,...",
+        help="one more arm, mps-low@NAME, with share=PERCENT of the SMs or blocking=false (a step may be in flight "
+        "instead of a kernel); both are keys of --pace-variant too; may be given again",
+    )  # fmt: skip
 
 
 def parser(prog: str = "scripts/benchmark.py") -> argparse.ArgumentParser:

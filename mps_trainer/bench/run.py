@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mps_trainer.bench import figures
-from mps_trainer.bench.arms import Here, choose, variants
+from mps_trainer.bench.arms import Here, choose, low_variants, variants
 from mps_trainer.bench.load import Load, Shape, long_tailed, read_trace
 from mps_trainer.bench.options import complete
 from mps_trainer.bench.plan import SessionPlan, describe, make_plan
@@ -81,12 +81,16 @@ def prepare(options: Namespace, around: Surroundings | None = None, here: Here |
     tiny = options.engine == "tiny"
     require_writable(options.out, options.work_dir)
     paced = variants(options.pace_variant, options.pace_set)
-    if len({arm.name for arm in paced}) < len(paced):
-        raise ConfigError(f"two of --pace-variant have one name: {options.pace_variant}", "give each its own")
+    low = low_variants(options.low_variant)
+    for flag, arms in (("--pace-variant", paced), ("--low-variant", low)):
+        if len({arm.name for arm in arms}) < len(arms):
+            raise ConfigError(f"two of {flag} have one name: {[arm.name for arm in arms]}", "give each its own")
+        if len(arms) > 1 and options.arms is not None and arms[0].name not in options.arms:
+            raise ConfigError(f"{flag} varies {arms[0].name}, which --arms does not name", "name it too")
     for arm in paced:
         # Its settings are refused here and not when its sidecar starts, minutes later.
         WORKS["A"].settings(**arm.settings(options.slowdown))
-    arms, left_out = choose(options.arms, here, tiny=tiny, paced=paced)
+    arms, left_out = choose(options.arms, here, tiny=tiny, instead=[*low, *paced])
     facts = None if tiny else (gpus[0].total, gpus[0].used)
     if not tiny and gpus[0].processes:
         raise PlacementError(

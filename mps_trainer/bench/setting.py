@@ -82,8 +82,7 @@ class Setting:
             return None
         return GpuPlacement(
             gpu_uuid=self._gpus[0].uuid, pool=work.pool, limit=work.pool + CONTEXT + SLACK, priority=arm.priority,
-            # Everybody lets kernels queue; ours waits for each.
-            blocking_launches=arm.priority != 0,
+            share_percent=arm.share, blocking_launches=arm.blocking,
         )  # fmt: skip
 
     def engine(self, name: str) -> EngineProcess:

@@ -40,6 +40,9 @@ class PaceTuning(Section):
     debt: float = Field(10.0, ge=0, description="seconds of the rollout that a debt is held against training for")
     probe_every: float = Field(20.0, ge=1, description="windows without a stop before one that only compares")
     silent: float = Field(1.0, gt=0, description="seconds after which an engine that says nothing counts as idle")
+    pause_on_prefill: bool = Field(
+        False, description="no step after an iteration that computed prompts, until one computes none"
+    )
     owed_batches: int = Field(8, ge=1, description="batches whose steps may wait; older steps are skipped")
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from mps_trainer.config import load_settings
 from mps_trainer.errors import ConfigError, PlacementError
 from mps_trainer.launcher.memory_plan import CONTEXT, SLACK
 from mps_trainer.mps.checks import read_surroundings
-from mps_trainer.mps.environment import NO_PIPE_DIR, PIPE_VARIABLE, PRIORITY_VARIABLE
+from mps_trainer.mps.environment import NO_PIPE_DIR, PIPE_VARIABLE, PRIORITY_VARIABLE, SHARE_VARIABLE
 from mps_trainer.mps.folder import mps_folder
 from mps_trainer.mps.nvml import GpuProcess, NvmlFacts
 from mps_trainer.mps.placement import GpuPlacement
@@ -221,6 +221,43 @@ def test_the_pace_is_tuned_by_flags_and_variants_are_arms_beside_it(tmp_path: Pa
     assert find_arm("mps-pace@gentle") is BY_NAME["mps-pace"]
     with pytest.raises(ConfigError, match="no setting of the pace 'margn=1'"):
         planned("--pace-set", "margn=1")
+
+
+def test_shares_of_the_sms_and_a_step_in_flight_are_arms_with_a_mocked_gpu(tmp_path: Path) -> None:
+    argv = ("--low-variant", "quarter:share=25", "--low-variant", "step:blocking=false")
+    benchmark = planned("--arms", "mps-low,mps-pace", *argv, "--pace-variant", "half:share=50,margin=0.8")
+    [plan] = benchmark.plans
+    names = ["none", "mps-low", "mps-low@quarter", "mps-low@step", "mps-pace", "mps-pace@half"]
+    assert [arm.name for arm in plan.arms] == names
+    setting = Setting(plan, benchmark.options, tmp_path, benchmark.gpus)
+    found = {}
+    for arm in plan.trainers:
+        placement = setting.placement(arm, plan.works[0])
+        assert placement is not None
+        env = placement.environment({}, mps_folder("bench"))
+        found[arm.name] = [env.get(name) for name in (SHARE_VARIABLE, PRIORITY_VARIABLE, "CUDA_LAUNCH_BLOCKING")]
+    assert found == {
+        "mps-low": [None, "1", "1"], "mps-low@quarter": ["25", "1", "1"], "mps-low@step": [None, "1", None],
+        "mps-pace": [None, "1", "1"], "mps-pace@half": ["50", "1", "1"],
+    }  # fmt: skip
+    assert plan.arms[-1].settings(0.03)["pace_tuning"] == {"margin": 0.8}
+    assert "pace_tuning" not in plan.arms[2].settings(0.03)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x:share=0", "whole number from 1 to 100"), ("x:share=true", "whole number"), ("x:share=2.5", "whole number"),
+        ("x:blocking=no", "write true or false"), ("x:margin=0.5", "mps-low has no pace"), ("x:sms=3", "'sms=3'"),
+    ],
+)  # fmt: skip
+def test_variants_of_a_client_that_make_no_sense_are_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        planned("--arms", "mps-low", "--low-variant", text)
+    with pytest.raises(ConfigError, match="two of --low-variant have one name"):
+        planned("--arms", "mps-low", "--low-variant", "a:share=25", "--low-variant", "a:share=50")
+    with pytest.raises(ConfigError, match="--low-variant varies mps-low, which --arms does not name"):
+        planned("--arms", "mps-pace", "--low-variant", "a:share=25")
 
 
 def test_arms_that_cannot_be_are_refused() -> None:

@@ -27,6 +27,7 @@ pytestmark = [
         ["gpu_poison.py"],
         ["gpu_probation.py"],
         ["gpu_stranger.py"],
+        ["gpu_step_shapes.py", "--budget-s", "120", "--shapes", "eager,graph"],
         ["gpu_fault_drill.py", "--trials", "2", "--naive-trials", "4", "--budget-s", "150"],
     ],
     ids=lambda command: command[0],

@@ -149,3 +149,21 @@ def test_an_iteration_that_takes_long_is_not_taken_for_silence() -> None:
         assert controller.silent_s < 15, "a pause is no iteration"
         is_busy_after(0.1)
     assert not is_busy_after(1.5), "long iterations are forgotten"
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_training_pauses_while_prompts_are_computed_if_that_is_asked_for(*, pauses: bool) -> None:
+    # An account that is always full: only the prompts can stop it.
+    controller = Controller(0.9, PaceTuning(fixed=0.01, pause_on_prefill=pauses, shortest_window=0.01))
+    at, prompts, allowed = 0.0, 0, []
+    for iteration in range(1, 200):
+        at += 0.01
+        # Prompts in every tenth iteration, and in the one after it.
+        prompts += 128 if iteration % 10 < 2 else 0
+        may = controller.may_step(at, EngineLoad(at, 64, 0, iteration, 64 * iteration, prompts))
+        allowed.append((iteration % 10 < 2, may))
+        if may:
+            controller.stepped(0.001)
+    late = allowed[100:]
+    assert all(may for computing, may in late if not computing)
+    assert all(may != pauses for computing, may in late if computing)

@@ -68,6 +68,7 @@ class Controller:
         self._iterations: deque[float] = deque(maxlen=31)
         self._last: EngineLoad | None = None
         self._newest: EngineLoad | None = None
+        self._prompts = False
         self._spans: deque[float] = deque(maxlen=100)
         self._steps: deque[float] = deque(maxlen=31)
         self._busy_s = self._trained_s = 0.0
@@ -108,7 +109,8 @@ class Controller:
         if load is not None:
             self._look(load)
         self._switch(now, load, price)
-        return self._on
+        # Such a window is left out of the comparison: it has prompts in it.
+        return self._on and not (self._tuning.pause_on_prefill and self._prompts)
 
     def stepped(self, seconds: float) -> None:
         """A step has been taken, allowed or not."""
@@ -172,6 +174,7 @@ class Controller:
             # The first word of an iteration counts: later looks may show a silent engine without its requests.
             return before
         self._newest = load
+        self._prompts = before is not None and load.prefill > before.prefill
         worked = before is not None and not away and before.running + before.waiting
         if before is not None and worked and load.iterations > before.iterations:
             span = (load.at - before.at) / (load.iterations - before.iterations)
