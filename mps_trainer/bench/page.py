@@ -9,10 +9,13 @@ from typing import Any
 from mps_trainer.bench.arms import find_arm
 
 Row = Mapping[str, Any]
-_HEAD = (
-    "arm", "rollout kept", "tokens/s", "batch, s", "ms per token, p50 / p99", "trainer steps/s", "of dedicated",
-    "experiences per 1 % lost", "score ms, p50 / p99", "memory, engine / trainer", "CPU, engine / trainer / feed",
-)  # fmt: skip
+# Several narrow tables for each load: a terminal of 100 columns shows each line whole.
+_TABLES = (
+    ("arm", "rollout kept", "tokens/s", "batch, s"),
+    ("arm", "ms per token, p50", "ms per token, p99"),
+    ("arm", "trainer steps/s", "of dedicated", "experiences per 1 % lost"),
+    ("arm", "score ms, p50 / p99", "memory, engine / trainer", "CPU, engine / trainer / feed"),
+)
 _MOST_IDLE = 0.005
 # A median of some batches is better than their range; beyond this it says nothing about half a percent.
 _RESOLVED = 0.01
@@ -55,8 +58,10 @@ def _session(session: Mapping[str, Any]) -> list[str]:
         lines.append(f"The trainer alone: {middle:.3g} steps/s ({min(rates):.3g}..{max(rates):.3g}).")
     lines += ["", _HOW.format(alone=session["dedicated"]), ""]
     for load in dict.fromkeys(row["load"] for row in rows):
-        lines += [f"### {load}", "", f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}"]
-        lines += [_line(row) for row in rows if row["load"] == load] + [""]
+        found = [_cells(row) for row in rows if row["load"] == load]
+        lines += [f"### {load}", ""]
+        for head in _TABLES:
+            lines += [*_table(head, found), ""]
     lines += _outputs(rows)
     lines += ["What processes at rest cost the rollout (batches one after the other, not interleaved):", ""]
     lines += ["| until | cost | under 0.5 % | batch with, s | without, s |", "|---|---|---|---|---|"]
@@ -83,24 +88,35 @@ def _outputs(rows: Sequence[Row]) -> list[str]:
     return [f"**Outputs wrong** in {row['arm']}, {row['load']}: {json.dumps(row['outputs'])}" for row in wrong] + [""]
 
 
-def _line(row: Row) -> str:
+def _table(head: Sequence[str], found: Sequence[Mapping[str, str]]) -> list[str]:
+    """A Markdown table that is straight in plain text too."""
+    table = [dict(zip(head, head, strict=True)), *found]
+    widths = {name: max(len(cells[name]) for cells in table) for name in head}
+    lines = [f"| {' | '.join(cells[name].ljust(widths[name]) for name in head)} |" for cells in table]
+    return [lines[0], f"|{'|'.join('-' * (widths[name] + 2) for name in head)}|", *lines[1:]]
+
+
+def _cells(row: Row) -> dict[str, str]:
     memory, cpu = row["memory_bytes"], row["cpu_per_s"]
     kind = "gpu" if memory["engine"]["gpu"] else "resident"
     trains = row["steps_per_s"] is not None
-    cells = (
-        row["arm"],
-        _spread(row["rollout_kept"], 3),
-        _spread(row["tokens_per_s"], 0),
-        _spread(row["batch_s"], 2),
-        f"{_spread(row['token_ms_p50'], 2)} / {_spread(row['token_ms_p99'], 2)}",
-        _spread(row["steps_per_s"], 2),
-        _spread(row["of_dedicated"], 3),
-        "-" if row["experiences_per_percent"] is None else f"{row['experiences_per_percent']:,.0f}",
-        "-" if row["score_ms_p50"] is None else f"{row['score_ms_p50']:.1f} / {row['score_ms_p99']:.1f}",
-        f"{_gib(memory['engine'][kind])} / {_gib(memory['trainer'][_trainer_kind(memory)]) if trains else '-'}",
-        f"{cpu['engine']:.2f} / {cpu['trainer']:.2f} / {cpu['feed']:.2f}",
-    )
-    return f"| {' | '.join(cells)} |"
+    trainer_memory = _gib(memory["trainer"][_trainer_kind(memory)]) if trains else "-"
+    scores = "-" if row["score_ms_p50"] is None else f"{row['score_ms_p50']:.1f} / {row['score_ms_p99']:.1f}"
+    per_percent = row["experiences_per_percent"]
+    return {
+        "arm": row["arm"],
+        "rollout kept": _spread(row["rollout_kept"], 3),
+        "tokens/s": _spread(row["tokens_per_s"], 0),
+        "batch, s": _spread(row["batch_s"], 2),
+        "ms per token, p50": _spread(row["token_ms_p50"], 2),
+        "ms per token, p99": _spread(row["token_ms_p99"], 2),
+        "trainer steps/s": _spread(row["steps_per_s"], 2),
+        "of dedicated": _spread(row["of_dedicated"], 3),
+        "experiences per 1 % lost": "-" if per_percent is None else f"{per_percent:,.0f}",
+        "score ms, p50 / p99": scores,
+        "memory, engine / trainer": f"{_gib(memory['engine'][kind])} / {trainer_memory}",
+        "CPU, engine / trainer / feed": f"{cpu['engine']:.2f} / {cpu['trainer']:.2f} / {cpu['feed']:.2f}",
+    }
 
 
 def _trainer_kind(memory: Mapping[str, Any]) -> str:

@@ -23,8 +23,9 @@ Train a small auxiliary model beside vLLM, fed by a Trinity-RFT run.
 Settings live in your Trinity YAML, in the args of the operator mps_trainer.operator.AuxTrainer.
 
 \b
-  mps-trainer run trinity.yaml     everything: sidecar, Ray, trinity run, and a true exit status
-  mps-trainer up trinity.yaml      only the sidecar; you start Ray and trinity run yourself
+  mps-trainer run trinity.yaml     everything: sidecar, Ray, trinity run
+  mps-trainer plan trinity.yaml    what that would do, and nothing else
+  mps-trainer up trinity.yaml      only the sidecar; the rest is yours
   mps-trainer new-task my_filter   a task of your own to start from
 """
 
@@ -73,17 +74,18 @@ def options(
     """What holds for all commands."""
 
 
-app.command()(runs.up)
+# In the order of --help: what everybody types first.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(runs.run)
+app.command()(look.plan)
+app.command()(runs.up)
 app.command()(runs.down)
 app.command()(look.status)
-app.command()(look.plan)
-app.command()(look.doctor)
 app.command()(look.report)
 app.command("new-task")(workbench.new_task)
-app.command("check-task")(workbench.check_task)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(workbench.record)
+app.command("check-task")(workbench.check_task)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.bench)
+app.command()(look.doctor)
 
 
 def _open_standard_descriptors() -> None:

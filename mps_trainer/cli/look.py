@@ -91,7 +91,7 @@ def plan(config: ConfigArgument) -> None:
         return
     show.line("placement", style="bold")
     for reason in prepared.plan.reasons:
-        show.line(f"  {reason}")
+        show.hanging(f"  {reason}", 4)
     show.line(f"  run folders: {prepared.config.runs_dir}")
     show.line()
     derived = prepared.derived(Path("<set at start>"))
@@ -103,7 +103,7 @@ def _print_settings(settings: Settings) -> None:
     defaults = Settings().dump()
     for key, value in settings.dump().items():
         mark = " " if value == defaults[key] else "*"
-        show.line(f"{mark} {key}: {show_setting(key, value)}")
+        show.hanging(f"{mark} {key}: {show_setting(key, value)}", 4)
 
 
 def doctor(
@@ -143,7 +143,7 @@ def report(
     run_dir = find_run_dir(what, show.progress)
     found = summarize(run_dir)
     for label, text in describe(found):
-        show.line(f"{label:12} {text}")
+        show.hanging(f"{label:12} {text}", 13)
     if found.batches:
         try:
             show.line(f"{'picture':12} {plot(run_dir, png or run_dir / 'report.png')}")

@@ -47,7 +47,7 @@ def up(config: ConfigArgument) -> None:
         show.line(f"enabled is false in {config}: nothing to start. Run: trinity run --config {config}")
         return
     for reason in prepared.plan.reasons:
-        show.line(reason)
+        show.hanging(reason, 2)
     started = time.monotonic()
     run = start_run(prepared, progress=show.progress)
     show.line()
@@ -100,7 +100,7 @@ def run(
     """
     prepared = prepare(config)
     for reason in prepared.plan.reasons if prepared.plan else ():
-        show.line(reason)
+        show.hanging(reason, 2)
     options = TrinityOptions(
         sink=show.raw,
         progress=show.progress,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,20 @@ def give_up(file: IO[str]) -> None:
 def line(text: str = "", *, style: str = "", file: TextIO | None = None) -> None:
     """One line as it is."""
     _print(Text(text, style=style), file)
+
+
+def hanging(text: str, indent: int) -> None:
+    """One line; on a narrow terminal it goes on below itself, `indent` columns in, broken between words only."""
+    if not sys.stdout.isatty():
+        line(text)
+        return
+    wrapper = textwrap.TextWrapper(
+        console().width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    for part in text.splitlines():
+        # A path is left whole, and beside its label: it is there to be copied.
+        alone = len(part[indent:].split()) == 1
+        line(part if alone else "\n".join(wrapper.wrap(part)))
 
 
 def raw(chunk: bytes) -> None:

@@ -90,7 +90,8 @@ def judge(
     """
     console_lines = _lines_of(console)
     job_dir = _job_dir(config, console_lines, mark)
-    reasons = [f"trinity run ended with {describe_exit(return_code)}"] if return_code else []
+    # Whoever pressed Ctrl-C knows why it did not exit with 0, nor reached its last step.
+    reasons = [f"trinity run ended with {describe_exit(return_code)}"] if return_code and not interrupted else []
     findings = list(find_failures(console_lines))
     for log in _logs(job_dir):
         with log.open(errors="replace") as file:
@@ -98,9 +99,9 @@ def judge(
             findings += find_failures(file)
     reasons += list(dict.fromkeys(findings))[:_MOST_FINDINGS]
     steps, enough = _steps(config, job_dir)
-    if not enough:
+    if not enough and not interrupted:
         reasons.append(steps)
-    notes = [f"Trinity's job folder: {job_dir}", *([steps] if steps and enough else [])]
+    notes = [f"Trinity's job folder: {job_dir}", *([steps] if steps and (enough or interrupted) else [])]
     if status is not None and status.trouble:
         notes.append(f"the sidecar said: {status.trouble}")
     if interrupted:
@@ -177,10 +178,14 @@ def _steps(config: TrinityConfig, job_dir: Path) -> tuple[str, bool]:
     else:
         return "", True
     try:
-        reached = int(json.loads((job_dir / f"{who}_meta.json").read_text())["latest_iteration"])
+        saved = int(json.loads((job_dir / f"{who}_meta.json").read_text())["latest_iteration"])
     except (FileNotFoundError, json.JSONDecodeError, KeyError):
-        reached = 0
-    return f"{who} reached step {reached} of {wanted}", reached >= wanted
+        saved = 0
+    if saved >= wanted:
+        return f"{who} reached step {saved} of {wanted}", True
+    # Trinity writes it down with checkpoints only: whoever was cut off may have gone further.
+    known = f"its last checkpoint is of step {saved}" if saved else "it has no checkpoint"
+    return f"{who} did not reach step {wanted}; {known}", False
 
 
 def _sidecar_failure(status: Status | None, supervisor_code: int | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -127,11 +128,22 @@ def results_of(windows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_the_page_has_a_line_for_each_arm_and_says_what_is_missing() -> None:
     text = page(results_of(two_arms()))
-    assert "| sidecar-cpu | 0.800 (0.800..0.800) | 80 (40..80) |" in text
+    [line] = [line for line in text.splitlines() if line.startswith("| sidecar-cpu | 0.800 (0.800..0.800)")]
+    assert line.split("|")[3].strip() == "80 (40..80)"
     assert "3 rounds, interleaved, of 5 asked." in text
     assert "| mps-low | there is no GPU |" in text
     assert "Outputs right in every window" in text
     assert "**Outputs wrong** in sidecar-cpu" in page(results_of(two_arms(batch={"digest": "x"})))
+
+
+def test_the_tables_of_the_page_fit_a_terminal_and_are_straight() -> None:
+    measured = page(results_of(two_arms())).partition("### ")[2].partition("Outputs right")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", measured, re.MULTILINE)
+    assert len(tables) == 4
+    for table in tables:
+        assert "sidecar-cpu" in table
+        [width] = {len(line) for line in table.splitlines()}
+        assert width <= 100
 
 
 def test_the_exit_status_tells_wrong_outputs() -> None:

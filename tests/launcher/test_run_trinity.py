@@ -112,7 +112,7 @@ def test_a_failure_that_trinity_hides_is_told(write_config: Write, drive: Callab
     verdict = drive(write_config(), trinity="fails-with-0").verdict()
     assert verdict["exit_code"] == 1
     assert any("Error in Explorer" in reason for reason in verdict["reasons"])
-    assert "explorer reached step 1 of 2" in verdict["reasons"]
+    assert "explorer did not reach step 2; its last checkpoint is of step 1" in verdict["reasons"]
 
 
 def test_an_exit_status_of_trinity_is_passed_on(write_config: Write, drive: Callable[..., Driver]) -> None:

@@ -136,11 +136,11 @@ def test_too_few_steps_without_any_error_line(run: Run, mark: LogMark) -> None:
     run.reach(1)
     verdict = run.verdict(mark)
     assert verdict.exit_code == EXIT_TRINITY_FAILED
-    assert verdict.reasons == ("explorer reached step 1 of 2",)
+    assert verdict.reasons == ("explorer did not reach step 2; its last checkpoint is of step 1",)
 
 
 def test_no_step_at_all(run: Run, mark: LogMark) -> None:
-    assert run.verdict(mark).reasons == ("explorer reached step 0 of 2",)
+    assert run.verdict(mark).reasons == ("explorer did not reach step 2; it has no checkpoint",)
 
 
 def test_mode_both_looks_at_the_trainer(write_config: Write, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_renamed_experiment_is_found_when_the_log_level_hides_it(run: Run) -> 
     run.reach(2)
     mark = LogMark.now(run.config)
     run.reach(1, job="run_20261130143055")
-    assert run.verdict(mark).reasons == ("explorer reached step 1 of 2",)
+    assert run.verdict(mark).reasons == ("explorer did not reach step 2; its last checkpoint is of step 1",)
 
 
 def test_an_exit_status_that_is_not_zero_counts(run: Run, mark: LogMark) -> None:
@@ -231,3 +231,16 @@ def test_a_removed_run_folder_costs_the_console_and_is_told(run: Run, mark: LogM
     verdict = run.verdict(mark, status=status)
     assert (verdict.exit_code, verdict.reasons) == (EXIT_OK, ())
     assert "the sidecar said: the run folder was removed" in verdict.notes
+
+
+def test_an_interrupted_run_is_not_blamed_for_what_it_did_not_reach(run: Run, mark: LogMark) -> None:
+    # Trinity's trainer writes its step down with checkpoints only, so after Ctrl-C the file may not be there.
+    verdict = run.verdict(mark, return_code=130, interrupted=True)
+    assert verdict.reasons == ("interrupted",)
+    assert "explorer did not reach step 2; it has no checkpoint" in verdict.notes
+
+
+def test_what_trinity_reported_before_it_was_interrupted_is_told(run: Run, mark: LogMark) -> None:
+    run.log(OPERATOR_RAISED)
+    verdict = run.verdict(mark, return_code=130, interrupted=True)
+    assert verdict.reasons == ("interrupted", "Error in Explorer: ValueError: no column reward")

@@ -195,6 +195,13 @@ def test_the_readme_names_every_page():
     assert [name(page) for page in pages if f"]({name(page)})" not in readme] == []
 
 
+def test_the_index_of_results_names_every_page():
+    folder = ROOT / "docs/results"
+    index = (folder / "README.md").read_text()
+    pages = [page.name for page in folder.glob("*.md") if page.name != "README.md"]
+    assert [page for page in pages if f"]({page})" not in index] == []
+
+
 def test_settings_named_in_text_exist():
     """`key: value` in a task's page with a key that looks like ours."""
     keys = set(Settings.model_fields)

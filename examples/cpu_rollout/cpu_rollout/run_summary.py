@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -44,14 +45,21 @@ def print_summary(run_dir: Path, work_dir: Path) -> None:
         ("AUC", describe_course(line.get("auc") for line in metrics) + " (each batch before training on it)"),
         ("filter", describe_filter(batches)),
         *(("", line) for line in dropped_examples(batches)),
-        ("TensorBoard", f"{run_dir / 'tensorboard'} (the sidecar)"),
-        *(("", f"{path} (Trinity)") for path in sorted(work_dir.glob("checkpoints/*/*/monitor/tensorboard"))),
+        ("TensorBoard", f"{short(run_dir / 'tensorboard')} (the sidecar)"),
+        *(("", f"{short(path)} (Trinity)") for path in sorted(work_dir.glob("checkpoints/*/*/monitor/tensorboard"))),
         ("picture", picture),
-        ("run folder", str(run_dir)),
+        *(("page", short(path)) for path in sorted(run_dir.glob("*.html"))),
+        ("run folder", short(run_dir)),
+        ("next", "docs/tutorial.md: the same by hand, with a YAML and a task of your own"),
     ]
     print()
     for key, text in entries:
         print(f"{key:12} {text}")
+
+
+def short(path: Path) -> str:
+    """As seen from here, where that is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
 
 
 def describe_counts(status: Line, batches: list[Line]) -> str:
@@ -102,5 +110,5 @@ def make_picture(run_dir: Path, work_dir: Path) -> str:
     (work_dir / "report.log").write_text(answer.stdout + answer.stderr)
     pictures = sorted(run_dir.glob("*.png"))
     if answer.returncode != 0 or not pictures:
-        return f"none: see {work_dir / 'report.log'}"
-    return str(pictures[-1])
+        return f"none: see {short(work_dir / 'report.log')}"
+    return short(pictures[-1])
