@@ -20,6 +20,7 @@ class Shape:
         share: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE.
         green: SMs of a green context; 0: none.
         blocking: CUDA_LAUNCH_BLOCKING, as the sidecar has it on a shared GPU.
+        in_flight: operations at most, by events; 0: the whole step.
     """
 
     what: str
@@ -31,6 +32,7 @@ class Shape:
     share: int = 100
     green: int = 0
     blocking: bool = False
+    in_flight: int = 0
 
     @property
     def needs_cuda(self) -> bool:
@@ -51,6 +53,7 @@ SHAPES = {
     "graph": Shape("the whole step one CUDA graph, fused AdamW", graph=True),
     "pieces": Shape("eager, the batch in 4 pieces, each waited for", pieces=4),
     "blocking": Shape("eager, every kernel waited for: the sidecar today", "blocking", blocking=True),
+    "few-8": Shape("eager, eight operations in flight at most", in_flight=8),
     "share-25": Shape("eager, 25 % of the SMs", "share-25", share=25),
     "green-32": Shape("eager in a green context of 32 SMs", "green", green=32),
     "green-16": Shape("eager in a green context of 16 SMs", "green", green=16),

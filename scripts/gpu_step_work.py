@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from gpu_step_flight import few_in_flight
 from gpu_step_model import STEPS, Subject
 from gpu_step_neighbour import EngineRounds, StandIn
 from gpu_step_plan import SHAPES, Shape, row_s
@@ -78,7 +79,8 @@ def one_row(row: list[str], setup: dict[str, Any], neighbour: Any, tell: Callabl
         raise NotImplementedError("needs CUDA")
     if "nobody" in neighbour.settings:
         neighbour.enter("nobody")
-    with surroundings(shape, device):
+    bound = few_in_flight(shape.in_flight) if shape.in_flight else nullcontext()
+    with surroundings(shape, device), bound:
         subject = Subject(row[0], setup["sizes"], device, Path(setup["reference"]))
         trial = make(subject, shape)
         tell(facts={**trial.facts, **facts_of(shape, device)})

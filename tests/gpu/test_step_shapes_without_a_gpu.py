@@ -41,7 +41,7 @@ def test_rows_are_measured_and_right_on_the_cpu(monkeypatch: pytest.MonkeyPatch,
     import gpu_step_shapes
 
     out = tmp_path / "found.json"
-    words = ["gpu_step_shapes.py", "--device", "cpu", "--shapes", "eager,fused,graph,pieces,share-25"]
+    words = ["gpu_step_shapes.py", "--device", "cpu", "--shapes", "eager,fused,graph,pieces,few-8,share-25"]
     # No budget here: this machine may be slow.
     words += ["--cell-s", "0.01", "--budget-s", "10000", "--silent-s", "200", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", words)
@@ -53,7 +53,7 @@ def test_rows_are_measured_and_right_on_the_cpu(monkeypatch: pytest.MonkeyPatch,
     found = json.loads(out.read_text())
     assert code == 0, (found["problems"], found["claims"])
     rows = {(row["task"], row["shape"]): row for row in found["rows"]}
-    assert len(rows) == 10
+    assert len(rows) == 12
     for (_, shape), row in rows.items():
         if shape in ("graph", "share-25"):
             assert row["failed"] == "NotImplementedError: needs CUDA"
@@ -67,7 +67,38 @@ def test_rows_are_measured_and_right_on_the_cpu(monkeypatch: pytest.MonkeyPatch,
         assert all(cell["kept"] >= 0 for cell in row["cells"][1:])
     # One fused optimizer is one operation; a piece of the batch is as many as the whole.
     assert rows["B", "fused"]["facts"]["operations"] < rows["B", "eager"]["facts"]["operations"]
+    assert rows["B", "few-8"]["facts"]["operations"] == rows["B", "fused"]["facts"]["operations"]
     assert rows["B", "pieces"]["facts"]["operations"] > 2 * rows["B", "eager"]["facts"]["operations"]
+
+
+def test_few_are_in_flight_forwards_and_backwards_with_mocked_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from gpu_step_flight import few_in_flight
+
+    told: list[str] = []
+
+    class MockedEvent:
+        def record(self) -> None:
+            told.append(f"after {len(told)}")
+
+        def synchronize(self) -> None:
+            told.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", MockedEvent)
+    x = torch.ones(4, requires_grad=True)
+    with few_in_flight(8):
+        y = x
+        for _ in range(8):
+            y = y * 2
+        forwards = len(told)
+        y.sum().backward()
+    # Each half of eight is recorded, and the half before it waited for; so it goes on in backward.
+    assert told[:3] == ["after 0", "after 1", "waited"]
+    assert told.count("waited") == sum(one != "waited" for one in told) - 1
+    assert len(told) > forwards == 3
+    assert x.grad is not None
+    assert x.grad.tolist() == [256.0] * 4
 
 
 @pytest.mark.parametrize("task", ["A", "B"])
