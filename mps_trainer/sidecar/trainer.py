@@ -69,7 +69,7 @@ class Trainer:
         self.step = 0
         self.trained_ns = time.monotonic_ns()
         self.on_part: Callable[[], object] = lambda: None
-        # Of the experiences scored last. Weak, since a packed batch may hold a slot of the ring.
+        # What the task has made once of the experiences scored last. Weak: a packed batch may hold a slot of the ring.
         self._scored: tuple[weakref.ref[PackedBatch], dict[str, Tensor]] | None = None
         seed_everything(seed)
         with self._users_code("build_model"):
@@ -109,13 +109,17 @@ class Trainer:
     def score(self, packed: PackedBatch) -> Array:
         """(n,) float32: one score for each experience. TaskError when the shape is wrong or one is not finite."""
         scores = np.empty(packed.num_rows, np.float32)
+        self._scored = None
         for start, part in parts_of(packed, self.rows_asked):
             self.on_part()
             with self._asking(), self._users_code("score", part):
                 batch = self._to_batch(part)
                 found = self.task.score(self.model, batch)
                 scores[start : start + part.num_rows] = to_numbers("score", found, part.num_rows)
-            self._scored = weakref.ref(part), batch.made
+            if part is packed:
+                self._scored = weakref.ref(packed), batch.made
+            # The memory that was proven to be enough is that of one part.
+            del batch, found
         if not np.isfinite(scores).all():
             bad = np.flatnonzero(~np.isfinite(scores))
             raise self._error(
@@ -128,19 +132,24 @@ class Trainer:
     def evaluate(self, packed: PackedBatch) -> tuple[Array, Array] | None:
         """What the model predicts of (n,) experiences and what came true, or None when the task has no such pair."""
         predicted, came_true = [], []
-        scored, self._scored = self._scored, None
+        made = self._made_of(packed)
         for _, part in parts_of(packed, self.rows_asked):
             self.on_part()
             with self._asking(), self._users_code("predictions", part):
                 batch = self._to_batch(part)
-                if scored is not None and scored[0]() is part:
-                    batch.made.update(scored[1])
+                batch.made.update(made)
                 pair = self.task.predictions(self.model, batch)
                 if pair is None:
                     return None
                 predicted.append(to_numbers("predictions", pair[0], part.num_rows))
                 came_true.append(to_numbers("predictions", pair[1], part.num_rows))
+            del batch, pair
         return (np.concatenate(predicted), np.concatenate(came_true)) if predicted else None
+
+    def _made_of(self, packed: PackedBatch) -> dict[str, Tensor]:
+        """What was made of these very experiences when they were scored; only of a batch that is one part."""
+        scored, self._scored = self._scored, None
+        return scored[1] if scored is not None and scored[0]() is packed else {}
 
     def classes(self, packed: PackedBatch) -> Array:
         """(n,) uint8: the class of each experience, found on the CPU."""

@@ -98,6 +98,31 @@ def test_features_are_made_once_for_the_scores_and_the_predictions_of_a_record()
     assert task.made == 7
 
 
+def test_of_a_record_in_parts_one_part_is_there_at_a_time() -> None:
+    there: list[weakref.ref[TaskBatch]] = []
+    features: list[weakref.ref[Tensor]] = []
+
+    def to_batch(packed: PackedBatch) -> TaskBatch:
+        # On a GPU the reservation was proven with one.
+        assert [one() for one in [*there, *features]] == [None] * len([*there, *features])
+        there.append(weakref.ref(batch := TaskBatch.from_packed(packed)))
+        return batch
+
+    class Notes(CountsFeatures):
+        def features(self, batch: TaskBatch) -> Tensor:
+            made = super().features(batch)
+            features.append(weakref.ref(made))
+            return made
+
+    trainer = Trainer(Notes(), 2, 0, to_batch=to_batch)
+    for _ in range(2):
+        trainer.score(rewards(1, 0, 1, 0, 1))
+        trainer.evaluate(rewards(1, 0, 1, 0, 1))
+    assert len(there) == len(features) == 12
+    trainer.score(rewards(1, 0))
+    trainer.score(rewards(0, 1))
+
+
 def test_a_record_that_was_scored_is_not_kept_alive() -> None:
     trainer, record = Trainer(CountsFeatures(), 4, 0), rewards(1, 0, 1)
     trainer.score(record)
