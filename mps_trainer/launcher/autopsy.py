@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mps_trainer.config.pace import is_paced
 from mps_trainer.launcher.process import describe_exit
-from mps_trainer.run import RunRecord, Status, exit_codes, run_paths
+from mps_trainer.run import RunRecord, State, Status, exit_codes, run_paths
 from mps_trainer.run.doing import WITH_EXPERIENCES, Doing, Subject, forget_doing, read_doing
 from mps_trainer.run.verdicts import Verdict, load_verdicts, save_verdicts
 
@@ -76,7 +76,8 @@ class Autopsy:
         if code in exit_codes.FINAL:
             return ""
         # An error of ours (the journal of a full disk, say) is in the log, and where people look too.
-        said = f" ({self._told().splitlines()[0]})" if code == exit_codes.CRASHED and self._told() else ""
+        error = self._told() if code == exit_codes.CRASHED else ""
+        said = f" ({error.splitlines()[0]})" if error else ""
         if found is None:
             return said
         if found.subject is None or found.stage not in WITH_EXPERIENCES:
@@ -137,7 +138,8 @@ class Autopsy:
     def _told(self) -> str:
         """The error that the dead sidecar could still tell."""
         status = Status.peek(self._run_dir, self._spare)
-        return "" if status is None else status.error
+        # The supervisor's own word of the death before, where this one has died before it could say anything.
+        return "" if status is None or status.state is State.RESTARTING else status.error
 
 
 def _same(one: Subject, other: Subject) -> bool:

@@ -147,6 +147,18 @@ def test_the_cause_of_a_gpu_fault_is_in_the_sidecars_own_words(tmp_path: Path) -
     assert load_verdicts(tmp_path)[0].cause == "loss broke the GPU context"
 
 
+def test_what_a_sidecar_said_last_is_told_and_what_the_supervisor_said_of_the_death_before_is_not(
+    tmp_path: Path,
+) -> None:
+    status = Status(run_id="12345678", state=State.READY, error="the journal takes 0 bytes\n  What to do: make room")
+    status.save(tmp_path)
+    assert Autopsy(tmp_path).judge(exit_codes.CRASHED) == " (the journal takes 0 bytes)"
+    # The next one ends before it can say anything, when it is imported perhaps.
+    status.state, status.error = State.RESTARTING, "it ended with exit code 1 (...); restart 1 of 5"
+    status.save(tmp_path)
+    assert Autopsy(tmp_path).judge(exit_codes.CRASHED) == ""
+
+
 def test_a_task_error_and_a_death_without_a_note_decide_nothing(tmp_path: Path) -> None:
     assert Autopsy(tmp_path).judge(-signal.SIGSEGV) == ""
     die(tmp_path)
