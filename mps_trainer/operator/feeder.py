@@ -117,10 +117,10 @@ class Feeder:
             self._own_scores.close()
             self._own_scores = None
         if not is_held(self._paths.supervisor_lock):
-            # Supervisor and sidecar have cleaned up already; what was kept for a successor has none.
-            self._count_unread(unread)
+            # What was kept for a successor has none. A sidecar whose supervisor was killed may still take it.
             remove_run(run_id)
             if not is_held(self._paths.sidecar_lock):
+                self._count_unread(unread)
                 # They left the run file because of us; it stays while another operator has not gone.
                 self._paths.remove(keep_record=names.has_objects(run_id))
 

@@ -15,7 +15,7 @@ from mps_trainer.cli import screen
 from mps_trainer.cli.screen import Subject
 from mps_trainer.operator import aux_trainer, feeder
 from mps_trainer.report import summarize, write_page
-from mps_trainer.run import State, Status
+from mps_trainer.run import State, Status, try_hold
 from mps_trainer.run.figures import Watcher
 from mps_trainer.transport import OperatorChannel, leftovers
 
@@ -115,6 +115,27 @@ def test_what_an_ended_run_left_unread_is_counted_and_told(make_run: Any, caplog
     assert summarize(run.run_dir).seen == 96
     assert write_page(run.run_dir, run.run_dir / "report.html").exists()
     assert leftovers(run.run_id) == []
+
+
+def test_what_a_sidecar_without_its_supervisor_still_takes_is_not_lost(make_run: Any) -> None:
+    run = make_run()
+    sidecar = try_hold(run.paths.sidecar_lock)
+    assert sidecar is not None
+    aux = operator(run, use="feed")
+
+    async def main() -> None:
+        await aux.prepare()
+        await aux.process(experiences(0))
+        # Killed; the sidecar drains what is in the ring.
+        run.supervisor.release()
+        await aux.close()
+
+    asyncio.run(main())
+    lines = [json.loads(line) for line in (run.run_dir / "operator.jsonl").read_text().splitlines()]
+    assert [line["lost_here_total"] for line in lines] == [0]
+    assert run.paths.run_file.exists(), "the sidecar removes it"
+    sidecar.release()
+    run.paths.remove()
 
 
 def test_trinitys_log_says_once_what_the_sidecar_cannot_write_though_the_run_folder_is_gone(make_run: Any) -> None:
