@@ -169,6 +169,18 @@ def test_training_pauses_while_prompts_are_computed_if_that_is_asked_for(*, paus
     assert all(may != pauses for computing, may in late if computing)
 
 
+def test_prompts_of_an_engine_that_is_not_heard_of_any_more_pause_nothing() -> None:
+    controller = Controller(0.9, PaceTuning(fixed=0.01, pause_on_prefill=True, shortest_window=0.01))
+    for iteration in range(100):
+        at = 0.01 * iteration
+        controller.may_step(at, EngineLoad(at, 64, 0, iteration, 0, 128 * iteration))
+    found = []
+    for _ in range(100):
+        at += 0.01
+        found.append(controller.may_step(at, None, busy=True))
+    assert any(found)
+
+
 def test_a_tiny_window_is_no_reason_to_ask_without_a_rest() -> None:
     controller = Controller(0.03, PaceTuning(shortest_window=1e-9, longest_window=1e-9))
     assert not controller.may_step(1.0, EngineLoad(1.0, 200, 0, 1, 1, 0))

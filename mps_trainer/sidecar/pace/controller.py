@@ -109,7 +109,7 @@ class Controller:
             self._look(load)
         self._switch(now, load, price)
         # Such a window is left out of the comparison: it has prompts in it.
-        return self._on and not (self._tuning.pause_on_prefill and self._prompts)
+        return self._on and not (load is not None and self._tuning.pause_on_prefill and self._prompts)
 
     def stepped(self, seconds: float) -> None:
         """A step has been taken, allowed or not."""
