@@ -156,7 +156,8 @@ def run(benchmark: Benchmark, folder: Path, tell: Tell, command: str, keep: Keep
         error = _end_of(session)
         if error is not None and not session.rounds:
             if not results.sessions and (isinstance(error, KeyboardInterrupt) or plan is benchmark.plans[-1]):
-                if isinstance(error, OSError):
+                # Our own TransportError is an OSError too, and says what to do.
+                if isinstance(error, OSError) and not isinstance(error, MpsTrainerError):
                     raise RunError(
                         f"nothing was measured: {error}", "make room, or see the logs in --work-dir"
                     ) from error

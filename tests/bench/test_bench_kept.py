@@ -24,7 +24,7 @@ from mps_trainer.bench.saved import Saved
 from mps_trainer.bench.trainers import SidecarTrainer
 from mps_trainer.bench.work import find_work
 from mps_trainer.cli import bench as cli
-from mps_trainer.errors import MpsTrainerError, RunError
+from mps_trainer.errors import MpsTrainerError, RunError, TransportError
 from mps_trainer.mps.checks import read_surroundings
 from mps_trainer.transport import leftovers
 
@@ -94,13 +94,18 @@ def test_a_first_session_that_fails_leaves_the_ones_after(tmp_path: Path, monkey
     assert results["not_run"] == {"A": "RunError: no engine"}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RunError("no engine")], ids=["ctrl-c", "engine"])
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), RunError("no engine"), TransportError("no room in /dev/shm", "make room there")],
+    ids=["ctrl-c", "engine", "ring"],
+)
 def test_what_ends_all_before_anything_was_measured_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setattr(MadeUpSession, "ends", {"A": error, "token_outlier": error})
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as raised:
         run(tmp_path)
+    assert raised.value is error
 
 
 def test_a_disk_that_ends_all_before_anything_was_measured_is_said_in_a_sentence(
