@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mps_trainer.run import is_held, try_hold
+from mps_trainer.run import holder_note, is_held, try_hold
 
 # Short: the sockets of an MPS daemon lie in it.
 _PLACE, _PREFIX = Path("/tmp"), "mt-"
-_LOCK = "bench.lock"
+_LOCK, _NOTE = "bench.lock", "a benchmark of mps-trainer"
 #: Under the folder, the state folder of its runs.
 STATE = "s"
 
@@ -27,12 +27,14 @@ def work_dir(named: Path | None) -> Iterator[Path]:
     """The folder `named`, which stays, or a temporary one."""
     if named is not None:
         named.mkdir(parents=True, exist_ok=True)
+        # That of a killed benchmark, which somebody looks into: another one that starts now must not remove it.
+        (named / _LOCK).unlink(missing_ok=True)
         yield named.absolute()
         return
     remove_dead()
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_PLACE) as folder:
         unfinished = Path(folder) / f"{_LOCK}.new"
-        lock = try_hold(unfinished, "a benchmark")
+        lock = try_hold(unfinished, _NOTE)
         # Another benchmark that starts now must never see the file without its lock.
         unfinished.rename(Path(folder) / _LOCK)
         try:
@@ -53,8 +55,9 @@ def remove_dead() -> list[Path]:
 def _is_dead(folder: Path) -> bool:
     with suppress(OSError):
         ours = folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink()
+        lock = folder / _LOCK
         # Without a lock it is being made, or none of ours.
-        if not ours or not (folder / _LOCK).is_file() or is_held(folder / _LOCK):
+        if not ours or lock.is_symlink() or not lock.is_file() or is_held(lock) or holder_note(lock) != _NOTE:
             return False
         state = folder / STATE
         # A sidecar may still be ending; an MPS daemon ends with its last client, and nothing is taken from under it.

@@ -28,7 +28,7 @@ def made_by_a_killed_one(place: Path, name: str) -> Path:
     folder = place / name
     (folder / "s" / "runs").mkdir(parents=True)
     (folder / "s" / "runs" / "abcd1234.sidecar.lock").touch()
-    (folder / "bench.lock").touch()
+    (folder / "bench.lock").write_text("a benchmark of mps-trainer")
     (folder / "checkpoint").write_bytes(bytes(100))
     return folder
 
@@ -53,13 +53,17 @@ def test_the_folder_of_a_killed_benchmark_goes_with_the_next_one(place: Path) ->
 
 
 def test_only_what_is_surely_dead_and_ours_is_removed(place: Path) -> None:
-    kept = [made_by_a_killed_one(place, f"mt-{name}") for name in ("held", "ending", "daemon", "unlocked")]
-    held, ending, daemon, unlocked = kept
+    kept = [made_by_a_killed_one(place, f"mt-{name}") for name in ("held", "ending", "daemon", "unlocked", "other")]
+    held, ending, daemon, unlocked, other = kept
     (daemon / "s" / "mps" / "abcd1234").mkdir(parents=True)
     (unlocked / "bench.lock").unlink()
+    (other / "bench.lock").write_text("of another program")
     (place / "mt-link").symlink_to(made_by_a_killed_one(place, "elsewhere"))
     (place / "mt-file").touch()
-    locks = [try_hold(held / "bench.lock"), try_hold(ending / "s" / "runs" / "abcd1234.sidecar.lock")]
+    locks = [
+        try_hold(held / "bench.lock", "a benchmark of mps-trainer"),
+        try_hold(ending / "s" / "runs" / "abcd1234.sidecar.lock"),
+    ]
     assert all(locks)
     assert folders.remove_dead() == []
     for lock in locks:
@@ -67,7 +71,7 @@ def test_only_what_is_surely_dead_and_ours_is_removed(place: Path) -> None:
         lock.release()
     assert folders.remove_dead() == [ending, held]
     assert sorted(path.name for path in place.iterdir()) == [
-        "elsewhere", "mt-daemon", "mt-file", "mt-link", "mt-unlocked"
+        "elsewhere", "mt-daemon", "mt-file", "mt-link", "mt-other", "mt-unlocked"
     ]  # fmt: skip
 
 
@@ -75,6 +79,15 @@ def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
     with folders.work_dir(tmp_path / "deep" / "named") as folder:
         assert folder == tmp_path / "deep" / "named"
     assert list(folder.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_one_that_is_named_stays_too(place: Path) -> None:
+    dead = made_by_a_killed_one(place, "mt-dead")
+    with folders.work_dir(dead) as folder:
+        assert folder == dead
+        assert folders.remove_dead() == []
+    assert folders.remove_dead() == []
+    assert (dead / "checkpoint").exists()
 
 
 def test_a_disk_that_fills_up_leaves_the_result_before_and_no_half_of_the_next(
