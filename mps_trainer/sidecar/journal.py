@@ -78,7 +78,7 @@ class Journal:
     @property
     def nbytes(self) -> int:
         """Bytes in all its files."""
-        return sum(self._path(number).stat().st_size for number in self._files())
+        return sum(map(self._bytes_in, self._files()))
 
     @property
     def unread(self) -> int:
@@ -153,7 +153,7 @@ class Journal:
         """
         self._checkpointed = position
         older = [number for number in self._files() if oldest <= number < position[0]]
-        while older and sum(self._path(number).stat().st_size for number in older) > _MAX_OLDER_BYTES:
+        while older and sum(map(self._bytes_in, older)) > _MAX_OLDER_BYTES:
             older.pop(0)
         self.drop_before(min([*older, position[0]]))
 
@@ -180,8 +180,15 @@ class Journal:
         self._size = os.fstat(self._descriptor).st_size
 
     def _bytes_from(self, number: int, place: int) -> int:
-        sizes = {found: self._path(found).stat().st_size for found in self._files() if found >= number}
+        sizes = {found: self._bytes_in(found) for found in self._files() if found >= number}
         return sum(sizes.values()) - min(place, sizes.get(number, 0))
+
+    def _bytes_in(self, number: int) -> int:
+        try:
+            return self._path(number).stat().st_size
+        except FileNotFoundError:
+            # Somebody removes the folder at this moment; whoever looks after it begins again.
+            return 0
 
     def _files(self) -> list[int]:
         # Somebody may have put a file beside them: old.log is none of ours.
@@ -189,7 +196,7 @@ class Journal:
 
     def _read_here(self) -> _Record | None:
         path = self._path(self._reading)
-        size = path.stat().st_size if path.exists() else 0
+        size = self._bytes_in(self._reading)
         if self._place >= size:
             return None
         with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:

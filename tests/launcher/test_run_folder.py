@@ -24,7 +24,7 @@ Fake = Callable[[str], list[str]]
 
 def test_the_supervisor_makes_it_again_and_the_run_goes_on(write_config: Write, fake: Fake) -> None:
     run = start_run(prepare(write_config()), sidecar_command=fake("good"))
-    shutil.rmtree(run.run_dir.parent)
+    remove(run.run_dir.parent)
     wait_for(lambda: (run.run_dir / "settings.json").exists(), "the folder again")
     wait_for(lambda: run.run_dir.with_name("latest").resolve() == run.run_dir, "the link again")
     assert run.run_dir.stat().st_mode & 0o777 == 0o700
@@ -44,9 +44,12 @@ def test_a_folder_that_cannot_be_made_again_ends_the_run_at_the_next_death_and_l
     run = start_run(prepare(write_config()), sidecar_command=fake("good"))
     with run.run_dir.joinpath("supervisor.log").open() as log:
         root = run.run_dir.parent
-        shutil.rmtree(root)
+        # It must not make the folder again before the file is there.
+        run.supervisor.send_signal(signal.SIGSTOP)
+        remove(root)
         # Nothing can be made below a file, by root neither.
         root.touch()
+        run.supervisor.send_signal(signal.SIGCONT)
         kill(run.sidecar_pid, signal.SIGKILL)
         assert run.supervisor.wait(30) != 0
         said = log.read()
@@ -108,6 +111,13 @@ def test_what_cannot_be_made_is_said_once(
     for _ in range(3):
         folder.look()
     assert caplog.text.count("while the run lived, and made again") == 1
+
+
+def remove(folder: Path) -> None:
+    """At once: amid a slower removal somebody would write into what is being removed."""
+    gone = folder.with_name(f"{folder.name}.gone")
+    folder.rename(gone)
+    shutil.rmtree(gone)
 
 
 def _text(path: Path) -> str:

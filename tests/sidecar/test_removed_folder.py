@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from real_sidecar import Run, token_rows
 from sidecar_waits import wait_until
 
@@ -29,7 +30,9 @@ def test_real_sidecar_saves_again_what_was_removed_and_a_successor_goes_on_from_
 
         send(0)
         wait_until(lambda: run.status().batches == 1)
-        shutil.rmtree(run.run_dir)
+        # At once: amid a slower removal the sidecar would write into what is being removed.
+        run.run_dir.rename(run.run_dir.with_name("removed"))
+        shutil.rmtree(run.run_dir.with_name("removed"))
         wait_until(lambda: (run.run_dir / "checkpoints" / "step-2" / "state.json").exists())
         assert run.run_dir.stat().st_mode & 0o777 == 0o700
         send(1)
@@ -57,7 +60,9 @@ def test_the_first_word_of_a_removal_stays(tmp_path: Path) -> None:
     assert said == make_again(folder) == was_removed(folder)
 
 
-def test_a_journal_that_was_removed_begins_again_and_says_whether_records_are_lost(tmp_path: Path) -> None:
+def test_a_journal_that_was_removed_begins_again_and_says_whether_records_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path / "journal")
     assert journal.is_in_place
     for unread in (False, True):
@@ -68,6 +73,9 @@ def test_a_journal_that_was_removed_begins_again_and_says_whether_records_are_lo
         assert not journal.is_in_place
         assert journal.begin_again() is unread
         assert journal.is_in_place
+    # Between its listing of the folder and its look at a file.
+    monkeypatch.setattr(Journal, "_files", lambda _: [journal.number, 99])
+    assert journal.growth == journal.nbytes == 0
     journal.append({"n": 2}, b"def")
     found = journal.read()
     assert found is not None
