@@ -84,6 +84,8 @@ def variants(texts: Sequence[str], common: Sequence[str]) -> list[Arm]:
     """The paced arms: with the settings of `common` ("key=value"), and each NAME:key=value,... of `texts` beside it."""
     paced = BY_NAME["mps-pace"]
     shared = tuple(map(_setting, common))
+    if (client := next((name for name, _ in shared if name in _CLIENT), None)) is not None:
+        raise ConfigError(f"{client} is no setting of the pace", f"write --pace-variant NAME:{client}=...")
     return [replace(paced, more=shared), *(_variant(replace(paced, more=shared), text) for text in texts)]
 
 

@@ -221,6 +221,8 @@ def test_the_pace_is_tuned_by_flags_and_variants_are_arms_beside_it(tmp_path: Pa
     assert find_arm("mps-pace@gentle") is BY_NAME["mps-pace"]
     with pytest.raises(ConfigError, match="no setting of the pace 'margn=1'"):
         planned("--pace-set", "margn=1")
+    with pytest.raises(ConfigError, match=r"share is no setting of the pace\n.*--pace-variant NAME:share="):
+        planned("--pace-set", "share=25")
 
 
 def test_shares_of_the_sms_and_a_step_in_flight_are_arms_with_a_mocked_gpu(tmp_path: Path) -> None:
