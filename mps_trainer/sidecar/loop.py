@@ -265,6 +265,8 @@ class Sidecar:
         self._note.stage(Stage.WRITING)
         self._picture.refresh()
         self._snapshots.publish_if_due()
+        # The steps of one batch may take minutes, and all that the journal has taken since is at stake.
+        self._folder.look()
 
     def _train_between(self) -> None:
         if self._learner.may_train and not self._must_stop():

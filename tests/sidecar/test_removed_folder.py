@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from mps_trainer.run import State, Status
 from mps_trainer.run.exit_codes import OK
 from mps_trainer.run.made_again import make_again, was_removed
 from mps_trainer.sidecar.journal import Journal
+from mps_trainer.sidecar.loop import Sidecar
 
 
 def test_real_sidecar_saves_again_what_was_removed_and_a_successor_goes_on_from_it(make_run: Any) -> None:
@@ -51,6 +53,18 @@ def test_real_sidecar_saves_again_what_was_removed_and_a_successor_goes_on_from_
         assert child.wait(90) == OK
     assert run.status().state is State.STOPPED
     assert (run.run_dir / "checkpoints" / "step-4" / "state.json").exists()
+
+
+def test_the_folder_is_looked_for_before_each_of_many_steps() -> None:
+    done: list[str] = []
+    loop: Any = SimpleNamespace(
+        _note=SimpleNamespace(stage=lambda _: None),
+        _picture=SimpleNamespace(refresh=lambda: done.append("status")),
+        _snapshots=SimpleNamespace(publish_if_due=lambda: None),
+        _folder=SimpleNamespace(look=lambda: done.append("folder")),
+    )
+    Sidecar._before_step(loop)
+    assert done == ["status", "folder"]
 
 
 def test_the_first_word_of_a_removal_stays(tmp_path: Path) -> None:
