@@ -85,7 +85,7 @@ ARGS = """\
           device: cpu   # no GPU on my laptop
           ring_slots: 2
           ring_slot: 1MiB
-          ready_timeout: 20s
+          ready_timeout: 120s
 """
 
 
