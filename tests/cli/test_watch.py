@@ -172,11 +172,12 @@ def test_ctrl_c_on_a_terminal_ends_the_watching_and_not_the_run(
 
 
 def read_until(descriptor: int, text: str, limit_s: float = 90) -> str:
-    found, deadline = "", time.monotonic() + limit_s
-    while text not in found:
+    """What a terminal showed, with `text`: bytes, since one read may end within a character."""
+    found, deadline = b"", time.monotonic() + limit_s
+    while text.encode() not in found:
         assert select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], found
-        found += os.read(descriptor, 65536).decode()
-    return found
+        found += os.read(descriptor, 65536)
+    return found.decode(errors="replace")
 
 
 def test_in_a_pipe_a_row_is_one_line(mps_trainer: Command, tmp_path: Path) -> None:
